@@ -1,0 +1,61 @@
+"""samplestore: a durable, queryable rollout store for RL post-training.
+
+    store = samplestore.open("rollouts.db")
+    run = store.run("gsm8k", samples_per_prompt=8)
+
+Names are loaded when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "open": "samplestore.store",
+    "Store": "samplestore.store",
+    "Run": "samplestore.models",
+    "Sample": "samplestore.models",
+    "Segment": "samplestore.models",
+    "SampleGroup": "samplestore.models",
+    "WeightVersion": "samplestore.types",
+    "Claim": "samplestore.types",
+    "StageClaim": "samplestore.types",
+    "RequestInfo": "samplestore.types",
+    "RunSettings": "samplestore.types",
+    "SampleStoreError": "samplestore.errors",
+    "LeaseLost": "samplestore.errors",
+    "BatchTimeout": "samplestore.errors",
+}
+
+if TYPE_CHECKING:
+    from samplestore.errors import BatchTimeout, LeaseLost, SampleStoreError
+    from samplestore.models import Run, Sample, SampleGroup, Segment
+    from samplestore.store import Store, open  # noqa: A004
+    from samplestore.types import Claim, RequestInfo, RunSettings, StageClaim, WeightVersion
+
+__all__ = [
+    "BatchTimeout",
+    "Claim",
+    "LeaseLost",
+    "RequestInfo",
+    "Run",
+    "RunSettings",
+    "Sample",
+    "SampleGroup",
+    "SampleStoreError",
+    "Segment",
+    "StageClaim",
+    "Store",
+    "WeightVersion",
+    "__version__",
+    "open",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'samplestore' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,232 @@
+"""samplestore add-prompts: data set files into a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from samplestore.errors import DatabaseMissing, SampleStoreError, SchemaMismatch
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from samplestore.prompts import InvalidRow, Prompt
+    from samplestore.store import Store
+
+EXIT_FAILED, EXIT_DATABASE = 1, 3
+REDRAW_ROWS = 32  # rows between two updates of the progress bar
+
+Files: TypeAlias = Annotated[
+    list[Path], typer.Argument(metavar="FILE...", help="JSON lines (.jsonl, .jsonl.gz) or Parquet; told by content.")
+]
+Db: TypeAlias = Annotated[
+    str, typer.Option("--db", envvar="SAMPLESTORE_DATABASE_URL", help="Database: a SQLite file or postgresql://...")
+]
+RunName: TypeAlias = Annotated[str, typer.Option("--run", help="The run; created if it is not there.")]
+TokenizerFolder: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer", metavar="FOLDER", help="The model's folder (tokenizer and chat template). Nothing is downloaded."
+    ),
+]
+Samples: TypeAlias = Annotated[
+    int | None, typer.Option("--samples-per-prompt", min=1, help="Samples of a group. For a new run (default 8).")
+]
+Epochs: TypeAlias = Annotated[
+    int | None, typer.Option("--epochs", min=1, help="Passes over the prompts. For a new run (default: without end).")
+]
+Seed: TypeAlias = Annotated[
+    int | None, typer.Option("--seed", help="Seed of the order in which prompts are served. For a new run (default 0).")
+]
+Dataset: TypeAlias = Annotated[str, typer.Option("--dataset", help="Data set name of rows that do not say one.")]
+MaxTokens: TypeAlias = Annotated[
+    int | None, typer.Option("--max-prompt-tokens", min=1, help="Refuse prompts with more tokens.")
+]
+ApplyTemplate: TypeAlias = Annotated[
+    bool,
+    typer.Option("--apply-chat-template", help="Make text prompts one user message. Messages always are rendered."),
+]
+SkipInvalid: TypeAlias = Annotated[
+    bool, typer.Option("--skip-invalid", help="Store the valid rows although others were refused.")
+]
+PromptKey: TypeAlias = Annotated[
+    str | None, typer.Option("--prompt-key", help="Key of the prompt [default: prompt, text or messages].")
+]
+LabelKey: TypeAlias = Annotated[str | None, typer.Option("--label-key", help="Key of the label [default: label].")]
+MetadataKey: TypeAlias = Annotated[
+    str | None, typer.Option("--metadata-key", help="Key of the metadata object [default: metadata].")
+]
+ExtraToMetadata: TypeAlias = Annotated[
+    bool, typer.Option("--extra-to-metadata", help="Keep keys that mean nothing here in the metadata.")
+]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def add_prompts(
+    files: Files,
+    db: Db,
+    run: RunName,
+    tokenizer: TokenizerFolder = None,
+    samples_per_prompt: Samples = None,
+    epochs: Epochs = None,
+    seed: Seed = None,
+    dataset: Dataset = "default",
+    max_prompt_tokens: MaxTokens = None,
+    apply_chat_template: ApplyTemplate = False,
+    skip_invalid: SkipInvalid = False,
+    prompt_key: PromptKey = None,
+    label_key: LabelKey = None,
+    metadata_key: MetadataKey = None,
+    extra_to_metadata: ExtraToMetadata = False,
+    as_json: AsJson = False,
+) -> None:
+    """Add prompts to a run: checked, tokenised once, stored in one transaction.
+
+    A row has prompt (text or messages) or prompt_ids, and may have label, metadata, dataset, tools and
+    chat_template_kwargs. Rows that the run has already are left alone: repeating the command is harmless.
+    If a row of any file is refused, nothing is stored, unless --skip-invalid says so.
+    """
+    from samplestore.prompts import InvalidPrompts, RowKeys
+
+    # transformers warns about what does not concern prompts (no torch, long texts).
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    settings = {"samples_per_prompt": samples_per_prompt, "epochs": epochs, "seed": seed}
+    try:
+        options = {
+            "dataset": dataset, "max_prompt_tokens": max_prompt_tokens, "apply_chat_template": apply_chat_template,
+            "keys": RowKeys(prompt_key, label_key, metadata_key, extra_to_metadata),
+        }  # fmt: skip
+        result = _add(files, db, run, settings, tokenizer, skip_invalid, options)
+    except InvalidPrompts as error:
+        _fail(error, as_json, EXIT_FAILED, error.rows)
+    except SampleStoreError as error:
+        _fail(error, as_json, EXIT_DATABASE if isinstance(error, DatabaseMissing | SchemaMismatch) else EXIT_FAILED)
+    else:
+        result.tell(as_json)
+
+
+@dataclass(slots=True)
+class _Result:
+    run: str
+    added: int = 0
+    existing: int = 0
+    duplicates: int = 0
+    invalid: list[InvalidRow] = field(default_factory=list)
+
+    def tell(self, as_json: bool) -> None:
+        from samplestore.prompts import LISTED
+
+        if as_json:
+            counts = {name: getattr(self, name) for name in ("run", "added", "existing", "duplicates")}
+            typer.echo(json.dumps({**counts, **_invalid_json(self.invalid)}))
+            return
+        notes = [f"{self.existing:,} already there"]
+        if self.duplicates:
+            notes.append(f"{self.duplicates:,} repeated in the files")
+        if self.invalid:
+            notes.append(f"{len(self.invalid):,} refused")
+            for row in self.invalid[:LISTED]:
+                typer.echo(f"refused: {row}", err=True)
+            if len(self.invalid) > LISTED:
+                typer.echo(f"refused: {len(self.invalid) - LISTED:,} more", err=True)
+        typer.echo(f"added {self.added:,} prompts, {', '.join(notes)} (run {self.run})")
+
+
+def _add(
+    files: list[Path],
+    db: str,
+    name: str,
+    settings: dict[str, int | None],
+    tokenizer: str | None,
+    skip_invalid: bool,
+    options: dict[str, Any],
+) -> _Result:
+    import samplestore
+    from samplestore.prompts import InvalidPrompts, PromptFileError, first_of_each
+    from samplestore.tokenizers import load_tokenizer
+
+    for file in files:
+        if not file.exists():  # before anything is made or loaded: a typing error must not create a database
+            raise PromptFileError(str(file), "no such file")
+    loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
+    with samplestore.open(db) as store:
+        _check_settings(store, name, settings)
+        with _progress() as progress:
+            prompts, invalid = _read(files, loaded, options, progress)
+            if invalid and not skip_invalid:
+                raise InvalidPrompts(", ".join(dict.fromkeys(row.source for row in invalid)), invalid)
+            if not prompts:
+                what = f"all {len(invalid):,} rows were refused" if invalid else "there are no rows"
+                raise PromptFileError(", ".join(map(str, files)), f"{what}, nothing was stored")
+            unique, duplicates = first_of_each(prompts)
+            progress.add_task("storing", total=None)
+            done = store.run(name, **settings).add_prompts(unique)
+    return _Result(name, done.added, done.existing, duplicates, invalid)
+
+
+def _check_settings(store: Store, name: str, settings: dict[str, int | None]) -> None:
+    """Raise RunSettingsConflict before the files are tokenised; a run that is not there is made only with prompts."""
+    if name in store.run_names():
+        store.run(name, **settings)
+
+
+def _read(
+    files: list[Path], tokenizer: Any, options: dict[str, Any], progress: Progress
+) -> tuple[list[Prompt], list[InvalidRow]]:
+    """The prompts of all files, and the refused rows of all files."""
+    from samplestore.prompts import InvalidRow, PromptFile, prepare
+
+    prompts: list[Prompt] = []
+    invalid: list[InvalidRow] = []
+    for path in files:
+        file = PromptFile(path)
+        task = progress.add_task(path.name, total=None)
+        made: Prompt | InvalidRow
+        for count, made in enumerate(prepare(file, tokenizer, source=file.name, **options)):
+            if isinstance(made, InvalidRow):
+                invalid.append(made)
+            else:
+                prompts.append(made)
+            if count % REDRAW_ROWS == 0:
+                progress.update(task, completed=file.done, total=file.size or None)
+        progress.update(task, completed=file.size or 1, total=file.size or 1)
+    return prompts, invalid
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar on stderr, so that stdout stays the result; nothing where stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    shown = sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as progress:
+        yield progress
+
+
+def _invalid_json(rows: list[InvalidRow]) -> dict[str, Any]:
+    from samplestore.prompts import LISTED
+
+    return {"invalid": len(rows), "invalid_rows": [row.as_json() for row in rows[:LISTED]]}
+
+
+def _fail(error: SampleStoreError, as_json: bool, code: int, rows: list[InvalidRow] | None = None) -> None:
+    if as_json:
+        typer.echo(json.dumps({"error": str(error), **_invalid_json(rows or [])}))
+    else:
+        typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(code)

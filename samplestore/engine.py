@@ -1,0 +1,253 @@
+"""Connections: URLs, drivers, pragmas, the two engines (writer, read-only reader), and the one retry loop."""
+
+from __future__ import annotations
+
+import json
+import random
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.engine import URL, Connection, Engine, make_url
+from sqlalchemy.exc import DBAPIError, OperationalError
+
+from samplestore import filesystem
+from samplestore.errors import DatabaseMissing, MissingExtra, SampleStoreError, StoreBusy
+from samplestore.gate import Gate
+
+T = TypeVar("T")
+
+FIXED_SQLITE = (3, 51, 3)  # first release without the WAL-reset corruption
+WAL_PAGES = 8192  # 32 MiB before a checkpoint: the default 4 MiB makes one append in a hundred wait for one
+RETRY_SQLSTATES = {"40001", "40P01"}  # serialization failure, deadlock
+LOCK_TIMEOUT_SQLSTATE = "55P03"
+MAX_CONFLICT_RETRIES = 20
+
+
+def sqlite_module() -> Any:
+    """The platform's SQLite where it is recent enough, else the bundled one."""
+    if sqlite3.sqlite_version_info >= FIXED_SQLITE:
+        return sqlite3
+    try:
+        import pysqlite3
+    except ImportError:
+        return sqlite3  # the gate keeps our own processes from the bug; `doctor` names the version
+    return pysqlite3
+
+
+def parse_url(url: str | URL) -> URL:
+    """A database URL. Bare paths are SQLite files; postgresql:// means psycopg 3."""
+    if isinstance(url, str) and "://" not in url:
+        return URL.create("sqlite", database=url)
+    parsed = make_url(url)
+    backend = parsed.get_backend_name()
+    if backend == "sqlite":
+        return URL.create("sqlite", database=parsed.database)
+    if backend in ("postgresql", "postgres"):
+        return parsed.set(drivername="postgresql+psycopg")
+    raise SampleStoreError(f"{backend} databases are not supported; use sqlite:///FILE or postgresql://...")
+
+
+class Database:
+    """The writer engine, the read-only engine and the gate of one database.
+
+    durability   "normal": what was acknowledged survives the death of any process; "full": power loss too
+    busy_s       longest wait for the gate or for a lock
+    reconnect_s  how long a write is repeated while the database server is away (every verb can be repeated)
+    """
+
+    def __init__(self, url: str | URL, *, durability: str = "normal", busy_s: float = 30.0, reconnect_s: float = 60.0):
+        if durability not in ("normal", "full"):
+            raise SampleStoreError(f"durability={durability!r} is not allowed; use 'normal' or 'full'")
+        self.url = parse_url(url)
+        self.durability, self.busy_s, self.reconnect_s = durability, busy_s, reconnect_s
+        self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        self.reconnects = 0  # raised whenever a write was repeated after a lost connection
+        if self.is_sqlite:
+            if not self.url.database or self.url.database == ":memory:":
+                raise SampleStoreError("an in-memory database would not outlive this process; name a file")
+            self.path = Path(self.url.database).absolute()
+            filesystem.check(self.path)
+            self.gate: Gate | None = Gate(f"{self.path}.gate", busy_s)
+            self.writer, self.reader = self._sqlite_engine("rw"), self._sqlite_engine("ro")
+        else:
+            self.gate = None
+            self.writer, self.reader = self._postgres_engine(read_only=False), self._postgres_engine(read_only=True)
+
+    @property
+    def shown_url(self) -> str:
+        """The URL with its password masked, as a person would type it."""
+        return str(self.path) if self.is_sqlite else self.url.render_as_string(hide_password=True)
+
+    def exists(self) -> bool:
+        return not self.is_sqlite or self.path.exists()
+
+    def _sqlite_engine(self, mode: str) -> Engine:
+        module = sqlite_module()
+
+        def connect() -> Any:
+            if mode == "ro" and not self.path.exists():
+                raise DatabaseMissing(self.shown_url)
+            flag = "ro" if mode == "ro" else "rwc"
+            try:
+                connection = module.connect(
+                    f"file:{quote(str(self.path))}?mode={flag}",
+                    uri=True,
+                    check_same_thread=False,
+                    isolation_level=None,  # the driver must begin nothing by itself: see _begin
+                    timeout=self.busy_s,
+                )
+            except module.OperationalError as error:
+                raise SampleStoreError(f"cannot open {self.path}: {error}. Is its folder there and writable?") from error
+            self._pragmas(connection, mode)
+            return connection
+
+        engine = sa.create_engine(
+            "sqlite://",
+            creator=connect,
+            module=module,
+            poolclass=sa.QueuePool,
+            pool_size=8,
+            max_overflow=56,
+            json_serializer=strict_json,
+        )
+        event.listen(engine, "begin", _begin_sqlite)
+        return engine
+
+    def _pragmas(self, connection: Any, mode: str) -> None:
+        run = connection.execute
+        if mode == "ro":
+            run("PRAGMA query_only=ON")
+        else:
+            with self.gate.hold() if self.gate else nullcontext():
+                answer = run("PRAGMA journal_mode=WAL").fetchone()[0]
+            if answer != "wal":
+                raise SampleStoreError(f"{self.path}: this file system gives no WAL (got {answer}). Use a local disk.")
+            run(f"PRAGMA synchronous={self.durability.upper()}")
+            run(f"PRAGMA wal_autocheckpoint={WAL_PAGES}")
+            run("PRAGMA journal_size_limit=67108864")
+        run("PRAGMA foreign_keys=ON")
+        run("PRAGMA mmap_size=0")  # never with several writers
+        run("PRAGMA cache_size=-65536")
+
+    def _postgres_engine(self, read_only: bool) -> Engine:
+        try:
+            import psycopg  # noqa: F401
+        except ImportError:
+            raise MissingExtra("PostgreSQL", "postgres") from None
+        settings = {
+            # A process that was stopped inside a transaction must not hold its locks for ever.
+            "idle_in_transaction_session_timeout": "60s",
+            "lock_timeout": f"{int(self.busy_s * 1000)}ms",
+        }
+        if read_only:
+            settings |= {"default_transaction_read_only": "on", "statement_timeout": "120s"}
+        options = " ".join(f"-c {key}={value}" for key, value in settings.items())
+        return sa.create_engine(
+            self.url,
+            pool_size=2,
+            max_overflow=6,
+            pool_pre_ping=True,
+            isolation_level="REPEATABLE READ" if read_only else "READ COMMITTED",
+            connect_args={"options": options, "application_name": "samplestore"},
+            json_serializer=strict_json,
+        )
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """One snapshot, read-only. Fetch, leave, then render: a reader that stays stops WAL truncation and vacuum."""
+        with self.reader.connect() as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def writing(self, *, durable: bool = False) -> Iterator[Connection]:
+        """One write transaction, behind the gate on SQLite."""
+        with self.gate.hold() if self.gate else nullcontext():
+            with self.writer.connect().execution_options(
+                samplestore_write=True, samplestore_full=durable and self.durability != "full"
+            ) as connection:
+                with connection.begin():
+                    yield connection
+                _end_sqlite(connection)
+
+    def write(self, work: Callable[[Connection], T], *, durable: bool = False) -> T:
+        """Run `work` in one write transaction, and again if the database took it back. `work` can be repeated."""
+        deadline, conflicts = None, 0
+        while True:
+            try:
+                with self.writing(durable=durable) as connection:
+                    return work(connection)
+            except DBAPIError as error:
+                if _is_lock_timeout(error):
+                    raise StoreBusy(self.shown_url, self.busy_s, None, None) from error
+                if _is_conflict(error):
+                    conflicts += 1
+                    if conflicts > MAX_CONFLICT_RETRIES:
+                        raise StoreBusy(self.shown_url, self.busy_s, None, None) from error
+                    time.sleep(random.uniform(0, 0.005 * 2 ** min(conflicts, 6)))
+                elif _is_disconnect(error):
+                    self.reconnects += 1
+                    deadline = deadline or time.monotonic() + self.reconnect_s
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(random.uniform(0.05, 0.2))
+                else:
+                    raise
+
+    def close(self) -> None:
+        self.reader.dispose()
+        # Closing SQLite's last connection checkpoints: that belongs behind the gate too.
+        with self.gate.hold() if self.gate else nullcontext():
+            self.writer.dispose()
+        if self.gate:
+            self.gate.close()
+
+
+def strict_json(value: Any) -> str:
+    """JSON that both databases take: no NaN, and no NUL (PostgreSQL refuses it)."""
+    text = json.dumps(value, allow_nan=False)
+    return text.replace("\\u0000", "\\ufffd") if "\\u0000" in text else text
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    """BEGIN IMMEDIATE for writers only: a global one would make every reader take the write lock, and a deferred
+    transaction that reads before it writes fails at once with SQLITE_BUSY_SNAPSHOT, whatever the busy timeout."""
+    options = connection.get_execution_options()
+    if options.get("samplestore_full"):
+        connection.exec_driver_sql("PRAGMA synchronous=FULL")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("samplestore_write") else "BEGIN")
+
+
+def _end_sqlite(connection: Connection) -> None:
+    if connection.dialect.name == "sqlite" and connection.get_execution_options().get("samplestore_full"):
+        raw = connection.connection.driver_connection
+        assert raw is not None
+        raw.execute("PRAGMA synchronous=NORMAL")
+
+
+def _sqlstate(error: DBAPIError) -> str | None:
+    return getattr(error.orig, "sqlstate", None)
+
+
+def _is_conflict(error: DBAPIError) -> bool:
+    if _sqlstate(error) in RETRY_SQLSTATES:
+        return True
+    text = str(error.orig)
+    return isinstance(error, OperationalError) and ("database is locked" in text or "database table is locked" in text)
+
+
+def _is_lock_timeout(error: DBAPIError) -> bool:
+    return _sqlstate(error) == LOCK_TIMEOUT_SQLSTATE
+
+
+def _is_disconnect(error: DBAPIError) -> bool:
+    state = _sqlstate(error)
+    starting = state in {"57P01", "57P02", "57P03", "25P03"} or (state or "").startswith("08")
+    refused = state is None and type(error.orig).__module__.startswith("psycopg") and isinstance(error, OperationalError)
+    return error.connection_invalidated or starting or refused

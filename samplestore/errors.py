@@ -1,0 +1,178 @@
+"""Every error that samplestore raises on purpose. Each carries its fields and says what to do next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class SampleStoreError(Exception):
+    """Base class of all errors that are raised on purpose."""
+
+
+class DatabaseMissing(SampleStoreError):
+    """A reading command was pointed at a database that does not exist."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        super().__init__(f"no database at {url}. Create it with: samplestore db upgrade --db {url}")
+
+
+class SchemaMismatch(SampleStoreError):
+    """The database has another schema revision than this version of samplestore."""
+
+    def __init__(self, url: str, found: str | None, expected: str, known: bool) -> None:
+        self.url, self.found, self.expected = url, found, expected
+        if found is None:
+            cure = f"It has no samplestore schema yet. Run: samplestore db upgrade --db {url}"
+        elif known:
+            cure = f"Run: samplestore db upgrade --db {url}"
+        else:
+            cure = "It was written by a newer samplestore. Run: pip install -U samplestore"
+        super().__init__(f"{url} has schema revision {found}, this samplestore needs {expected}. {cure}")
+
+
+class UnsupportedFileSystem(SampleStoreError):
+    """SQLite's WAL needs shared memory on one machine; this mount does not give it."""
+
+    def __init__(self, path: str, mount: str, fstype: str) -> None:
+        self.path, self.mount, self.fstype = path, mount, fstype
+        super().__init__(
+            f"{path} lies on {mount} ({fstype}), where SQLite files get corrupted or lock up. "
+            "Use PostgreSQL (--db postgresql://...) or a local disk."
+        )
+
+
+class StoreBusy(SampleStoreError):
+    """The writer gate of a SQLite database was not free in time."""
+
+    def __init__(self, path: str, waited_s: float, holder_pid: int | None, since: float | None) -> None:
+        self.path, self.waited_s, self.holder_pid, self.since = path, waited_s, holder_pid, since
+        who = f"process {holder_pid} holds it" if holder_pid else "its holder is unknown"
+        held = f" since {since:.0f} (unix time)" if since else ""
+        super().__init__(
+            f"waited {waited_s:.1f} s for the writer gate {path}; {who}{held}. "
+            f"Look at it with: ps -fp {holder_pid or '<pid>'}"
+        )
+
+
+class RunNotFound(SampleStoreError):
+    def __init__(self, name: str, known: list[str]) -> None:
+        self.name, self.known = name, known
+        have = f"The database has: {', '.join(known)}." if known else "The database has no runs yet."
+        super().__init__(f"no run named {name!r}. {have} Create one with: samplestore add-prompts FILE --run {name}")
+
+
+class RunSettingsConflict(SampleStoreError):
+    """store.run(name, ...) was given other settings than those stored."""
+
+    def __init__(self, name: str, stored: dict[str, Any], given: dict[str, Any]) -> None:
+        self.name, self.stored, self.given = name, stored, given
+        pairs = "; ".join(f"{k}: stored {stored[k]!r}, given {given[k]!r}" for k in given)
+        super().__init__(f"run {name!r} exists with other settings ({pairs}). Leave them out, or use another run name.")
+
+
+class InvalidSetting(SampleStoreError):
+    def __init__(self, name: str, value: Any, allowed: str) -> None:
+        self.name, self.value, self.allowed = name, value, allowed
+        super().__init__(f"setting {name}={value!r} is not allowed; use {allowed}")
+
+
+class WorkerDead(SampleStoreError):
+    """This worker's row was declared dead; its samples belong to others. Cancel everything and register anew."""
+
+    def __init__(self, worker_id: int) -> None:
+        self.worker_id = worker_id
+        super().__init__(f"worker {worker_id} was declared dead: cancel its work and register again")
+
+
+class LeaseLost(SampleStoreError):
+    """The caller no longer owns what it wanted to write. Nothing was changed."""
+
+    def __init__(self, what: str, id: int, attempt: int, now_owner: int | None = None, now_attempt: int | None = None):
+        self.what, self.id, self.attempt = what, id, attempt
+        self.now_owner, self.now_attempt = now_owner, now_attempt
+        super().__init__(
+            f"{what} {id} is no longer held at attempt {attempt} (now owner {now_owner}, attempt {now_attempt}): "
+            "drop this work and cancel its request"
+        )
+
+
+class InvalidSegment(SampleStoreError):
+    """A segment breaks a promise about its arrays. Nothing was stored."""
+
+    def __init__(self, reason: str, *, field: str, position: int | None = None) -> None:
+        self.reason, self.field, self.position = reason, field, position
+        super().__init__(f"segment refused: {reason}")
+
+
+class SequenceConflict(SampleStoreError):
+    """An append names a seq that is not the next one and is not a repetition of a stored segment."""
+
+    def __init__(self, sample_id: int, seq: int, expected: int, why: str) -> None:
+        self.sample_id, self.seq, self.expected, self.why = sample_id, seq, expected, why
+        super().__init__(f"sample {sample_id}: segment seq {seq} refused, the next is {expected}: {why}")
+
+
+class InvalidTransition(SampleStoreError):
+    """The state machine has no such arrow."""
+
+    def __init__(self, what: str, id: int, state: str, verb: str, allowed: str) -> None:
+        self.what, self.id, self.state, self.verb = what, id, state, verb
+        super().__init__(f"cannot {verb} {what} {id}: it is {state}; allowed from: {allowed}")
+
+
+class UnknownVersion(SampleStoreError):
+    def __init__(self, run: str, version: int) -> None:
+        self.run, self.version = run, version
+        super().__init__(f"run {run!r} has no weight version {version}. Announce it first: run.publish_weights(...)")
+
+
+class BatchTimeout(SampleStoreError):
+    """No batch became ready in time; `why` says what is missing."""
+
+    def __init__(self, waited_s: float, why: Any) -> None:
+        self.waited_s, self.why = waited_s, why
+        super().__init__(f"no batch after {waited_s:.0f} s. {why}")
+
+
+class WorkerFailed(SampleStoreError):
+    """A worker of this run reported a fatal error while the trainer was waiting."""
+
+    def __init__(self, worker_id: int, name: str, error: str) -> None:
+        self.worker_id, self.name, self.error = worker_id, name, error
+        super().__init__(f"worker {worker_id} ({name}) failed: {error}")
+
+
+class StepAlreadyCommitted(SampleStoreError):
+    def __init__(self, step: int, batch_id: int) -> None:
+        self.step, self.batch_id = step, batch_id
+        super().__init__(
+            f"step {step} was committed as batch {batch_id}. Read it again with run.replay({step}), "
+            f"or go back with run.rewind({step - 1})"
+        )
+
+
+class StepHeld(SampleStoreError):
+    def __init__(self, step: int, batch_id: int, worker_id: int) -> None:
+        self.step, self.batch_id, self.worker_id = step, batch_id, worker_id
+        super().__init__(f"step {step} is leased as batch {batch_id} by live worker {worker_id}")
+
+
+class MissingLogprobs(SampleStoreError):
+    def __init__(self, sample_id: int) -> None:
+        self.sample_id = sample_id
+        super().__init__(f"sample {sample_id} has trained tokens without log-probs; pass need_logprobs=False to accept")
+
+
+class RewindTooFar(SampleStoreError):
+    def __init__(self, step: int, limit: int, why: str) -> None:
+        self.step, self.limit, self.why = step, limit, why
+        super().__init__(f"cannot rewind to step {step}: {why} {limit}")
+
+
+class MissingExtra(SampleStoreError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, feature: str, extra: str) -> None:
+        self.feature, self.extra = feature, extra
+        super().__init__(f"{feature} needs more packages. Run: pip install 'samplestore[{extra}]'")

@@ -1,0 +1,78 @@
+"""The heartbeat: a small thread with its own connection, for every process that owns something."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from sqlalchemy.exc import DBAPIError
+
+from samplestore.errors import StoreBusy, WorkerDead
+from samplestore.types import Heartbeat
+from samplestore.verbs import liveness
+from samplestore.verbs.tx import Transactor
+
+log = logging.getLogger("samplestore.heart")
+
+
+class Heart:
+    """Beats for one worker row and reaps now and then.
+
+    ticked   monotonic time of the event loop's last sign of life; None: the process has no loop to watch. A heart
+             that beats while the loop is stuck would keep a worker alive that does nothing.
+    on_beat  called from the thread with what the heartbeat learnt
+    on_dead  called once, from the thread, when the row was declared dead: cancel everything and register anew
+    """
+
+    def __init__(
+        self,
+        run: Transactor,
+        worker_id: int,
+        *,
+        ticked: Callable[[], float] | None = None,
+        on_beat: Callable[[Heartbeat], None] | None = None,
+        on_dead: Callable[[], None] | None = None,
+        interval_s: float | None = None,
+    ) -> None:
+        self.run, self.worker_id = run, worker_id
+        self.interval_s = interval_s or min(5.0, run.settings.heartbeat_ttl_s / 5)
+        self._ticked, self._on_beat, self._on_dead = ticked, on_beat, on_dead
+        self._stop = threading.Event()
+        self._last_tick = float("-inf")
+        self._reap_at = 0.0
+        self.dead = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name=f"samplestore-heart-{worker_id}", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        while not self._stop.wait(self.interval_s):
+            try:
+                self._beat()
+            except WorkerDead:
+                self.dead.set()
+                log.error("worker=%d was declared dead", self.worker_id)
+                if self._on_dead:
+                    self._on_dead()
+                return
+            except (DBAPIError, StoreBusy) as error:
+                log.warning("worker=%d heartbeat failed, trying again: %s", self.worker_id, error)
+
+    def _beat(self) -> None:
+        if self._ticked is not None:
+            tick = self._ticked()
+            if tick == self._last_tick:
+                return
+            self._last_tick = tick
+        learnt = self.run.transact(lambda tx: liveness.heartbeat(tx, self.worker_id))
+        if self._on_beat:
+            self._on_beat(learnt)
+        if time.monotonic() >= self._reap_at:
+            self._reap_at = time.monotonic() + max(1.0, self.run.settings.heartbeat_ttl_s / 4)
+            self.run.transact(lambda tx: liveness.reap(tx, self.worker_id))
+
+    def stop(self) -> None:
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10)

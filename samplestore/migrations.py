@@ -1,0 +1,110 @@
+"""Alembic, called from the library. One history for both databases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from samplestore.engine import Database
+from samplestore.errors import DatabaseMissing, SampleStoreError, SchemaMismatch
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+REVISION = "0001"  # the head of alembic/versions; a test compares. Kept here so that opening needs no Alembic.
+ADVISORY_LOCK = 7_236_001
+
+
+def script_folder() -> Path:
+    """The migrations: beside the package in a checkout, inside it in a wheel."""
+    here = Path(__file__).parent
+    for folder in (here / "_alembic", here.parent / "alembic"):
+        if (folder / "env.py").exists():
+            return folder
+    raise SampleStoreError("the migrations are missing from this installation. Run: pip install --force-reinstall samplestore")
+
+
+def alembic_config(connection: Connection | None = None) -> Config:
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(script_folder()).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config
+
+
+def revision_of(connection: Connection) -> str | None:
+    if not sa.inspect(connection).has_table("alembic_version"):
+        return None
+    return connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
+
+
+def current(database: Database) -> str | None:
+    with database.reading() as connection:
+        return revision_of(connection)
+
+
+def require_current(database: Database) -> None:
+    """Raise SchemaMismatch, with the command to type, unless the schema is the one this code needs."""
+    if not database.exists():
+        raise DatabaseMissing(database.shown_url)
+    found = current(database)
+    if found != REVISION:
+        known = found is None or (found.isdigit() and int(found) < int(REVISION))
+        raise SchemaMismatch(database.shown_url, found, REVISION, known)
+
+
+def upgrade(target: str | Database, revision: str = "head") -> str | None:
+    """Migrate to `revision`; returns the revision reached. Safe to run from several processes at once."""
+    database = target if isinstance(target, Database) else Database(target)
+    try:
+        if database.is_sqlite:
+            _upgrade_sqlite(database, revision)
+        else:
+            with database.writing(durable=True) as connection:
+                # two upgrades at once would both find the old schema
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(ADVISORY_LOCK)))
+                _run(connection, revision)
+        return current(database)
+    finally:
+        if database is not target:
+            database.close()
+
+
+def _upgrade_sqlite(database: Database, revision: str) -> None:
+    """Foreign keys are off while tables are recreated: on, dropping a parent deletes every child row, silently."""
+    assert database.gate is not None
+    database.path.parent.mkdir(parents=True, exist_ok=True)
+    with database.gate.hold(), database.writer.connect().execution_options(samplestore_write=True) as connection:
+        raw = connection.connection.driver_connection
+        assert raw is not None
+        raw.execute("PRAGMA foreign_keys=OFF")
+        try:
+            with connection.begin():
+                _run(connection, revision)
+                broken = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall()
+                if broken:
+                    raise SampleStoreError(f"migration refused: {len(broken)} rows would lose their parent, e.g. {broken[0]}")
+        finally:
+            raw.execute("PRAGMA foreign_keys=ON")
+
+
+def _run(connection: Connection, revision: str) -> None:
+    from alembic import command
+
+    command.upgrade(alembic_config(connection), revision)
+
+
+def differences(database: Database) -> list[Any]:
+    """What Alembic's autogenerate would still change: empty when models and database agree."""
+    from alembic.autogenerate import compare_metadata
+    from alembic.migration import MigrationContext
+
+    from samplestore.models import Base
+
+    with database.reading() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        return list(compare_metadata(context, Base.metadata))

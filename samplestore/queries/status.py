@@ -1,0 +1,108 @@
+"""What a run looks like now: the numbers behind `samplestore status` and the dashboard's overview."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from samplestore.clock import db_now
+from samplestore.engine import Database
+from samplestore.models import BatchRow, EngineRow, Event, Request, Run, Sample, SampleGroup, Worker
+from samplestore.states import BatchState, GroupState, SampleStatus
+from samplestore.statements import staleness
+
+run, group, sample, worker, engine, batch, event, request = (
+    t.__table__ for t in (Run, SampleGroup, Sample, Worker, EngineRow, BatchRow, Event, Request)
+)
+
+
+def status(database: Database, run_id: int) -> dict[str, Any]:
+    """Counts of samples and groups, staleness of ready groups, workers, engines, last batches, aborts."""
+    with database.reading() as connection:
+        row = connection.execute(sa.select(run).where(run.c.id == run_id)).one()
+        return {
+            "run": row.name,
+            "uuid": row.uuid,
+            "state": row.state,
+            "as_of": float(connection.execute(sa.select(db_now())).scalar_one()),
+            "current_version": row.current_version,
+            "timeline": row.timeline,
+            "epoch": row.epoch,
+            "prompts": row.n_prompts,
+            "groups": _counts(connection, group.c.state, group.c.run_id == run_id, [s.value for s in GroupState]),
+            "samples": _counts(connection, sample.c.status, sample.c.run_id == run_id, [s.value for s in SampleStatus]),
+            "in_flight": _scalar(connection, sample.c.run_id == run_id, sample.c.owner.is_not(None)),
+            "resumed_samples": _scalar(connection, sample.c.run_id == run_id, sample.c.n_resumes > 0),
+            "staleness": staleness_histogram(connection, run_id, GroupState.READY),
+            "aborts": abort_reasons(connection, run_id),
+            "workers": _workers(connection, run_id),
+            "engines": _engines(connection, run_id),
+            "batches": _batches(connection, run_id),
+        }
+
+
+def _scalar(connection: sa.Connection, *where: Any) -> int:
+    return int(connection.execute(sa.select(sa.func.count()).where(*where)).scalar_one())
+
+
+def _counts(connection: sa.Connection, column: Any, where: Any, names: list[str]) -> dict[str, int]:
+    found = dict(connection.execute(sa.select(column, sa.func.count()).where(where).group_by(column)).tuples().all())
+    return {name: int(found.get(name, 0)) for name in names}
+
+
+def staleness_histogram(connection: sa.Connection, run_id: int, state: GroupState) -> dict[str, int]:
+    """Groups of a state by staleness now ("unknown" where a version is not known)."""
+    lag = staleness.behind(run_id, group.c.oldest_version).label("lag")
+    rows = connection.execute(
+        sa.select(lag, sa.func.count()).where(group.c.run_id == run_id, group.c.state == state.value).group_by(lag).order_by(lag)
+    )
+    return {"unknown" if r[0] is None else str(int(r[0])): int(r[1]) for r in rows}
+
+
+def abort_reasons(connection: sa.Connection, run_id: int) -> dict[str, int]:
+    """How often samples were stopped in the middle, by reason: aborts, releases, reaps, failures."""
+    kinds = ("abort", "release", "reap", "fail")
+    label = event.c.kind + sa.literal(": ") + sa.func.coalesce(event.c.reason, "")
+    rows = connection.execute(
+        sa.select(label.label("why"), sa.func.count())
+        .where(event.c.run_id == run_id, event.c.kind.in_(kinds))
+        .group_by(sa.text("why"))
+        .order_by(sa.func.count().desc())
+        .limit(20)
+    )
+    return {r[0][:200]: int(r[1]) for r in rows}
+
+
+def _workers(connection: sa.Connection, run_id: int) -> list[dict[str, Any]]:
+    held = sa.select(sa.func.count()).where(sample.c.owner == worker.c.id).correlate(worker).scalar_subquery()
+    rows = connection.execute(
+        sa.select(
+            worker.c.id, worker.c.kind, worker.c.name, worker.c.state, worker.c.pid, worker.c.host,
+            (db_now() - worker.c.heartbeat).label("heartbeat_age_s"), worker.c.ttl_s, held.label("samples"), worker.c.error,
+        )
+        .where(worker.c.run_id == run_id)
+        .order_by(worker.c.id.desc())
+        .limit(50)
+    )  # fmt: skip
+    return [dict(r._mapping) for r in rows]
+
+
+def _engines(connection: sa.Connection, run_id: int) -> list[dict[str, Any]]:
+    rows = connection.execute(
+        sa.select(engine.c.url, engine.c.state, engine.c.version, engine.c.label, engine.c.error)
+        .where(engine.c.run_id == run_id, engine.c.state != "gone")
+        .order_by(engine.c.url)
+    )
+    return [dict(r._mapping) for r in rows]
+
+
+def _batches(connection: sa.Connection, run_id: int) -> dict[str, Any]:
+    counts = _counts(connection, batch.c.state, batch.c.run_id == run_id, [s.value for s in BatchState])
+    last = connection.execute(
+        sa.select(batch.c.step, batch.c.timeline, batch.c.state, batch.c.n_groups, batch.c.n_tokens)
+        .where(batch.c.run_id == run_id)
+        .order_by(batch.c.id.desc())
+        .limit(1)
+    ).one_or_none()
+    return {**counts, "last": None if last is None else dict(last._mapping)}

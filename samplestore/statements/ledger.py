@@ -1,0 +1,89 @@
+"""The token ledger in SQL: the fate of generated tokens, the kept totals, and the recount from payloads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from samplestore import codec
+from samplestore.models import LedgerTotal, Sample, SampleGroup, Segment
+from samplestore.states import FINISHED, GROUP_FATE, Fate, GroupState, SampleStatus, SegmentKind
+from samplestore.types import UNKNOWN_VERSION
+
+total, sample, group, segment = (t.__table__ for t in (LedgerTotal, Sample, SampleGroup, Segment))
+
+
+def fate_case() -> sa.ColumnElement[str]:
+    """states.fate as SQL, over the columns of sample_group, sample and segment."""
+    superseded = segment.c.incarnation < sample.c.incarnation
+    return sa.case(
+        (superseded, Fate.SUPERSEDED.value),
+        (sample.c.status == SampleStatus.FAILED.value, Fate.FAILED.value),
+        *[(group.c.state == state.value, fate.value) for state, fate in GROUP_FATE.items()],
+        (sample.c.status.in_([s.value for s in FINISHED]), Fate.AWAITING_STAGE.value),
+        (sample.c.owner.is_not(None), Fate.IN_FLIGHT.value),
+        else_=Fate.RESUMABLE.value,
+    )
+
+
+def reason_case() -> sa.ColumnElement[str]:
+    """Why dropped; the empty string for every other fate."""
+    dropped = (group.c.state == GroupState.DROPPED.value) & (sample.c.status != SampleStatus.FAILED.value)
+    own = segment.c.incarnation == sample.c.incarnation
+    return sa.case((dropped & own, sa.func.coalesce(group.c.reason, "")), else_="")
+
+
+def _joined() -> sa.FromClause:
+    return segment.join(sample, sample.c.id == segment.c.sample_id).join(group, group.c.id == sample.c.group_id)
+
+
+def _by_key(amount: sa.ColumnElement[Any]) -> sa.Select[Any]:
+    fate, reason = fate_case().label("fate"), reason_case().label("reason")
+    version = sa.func.coalesce(segment.c.version_min, UNKNOWN_VERSION).label("version")
+    return (
+        sa.select(fate, reason, version, sa.func.sum(amount).label("amount"))
+        .select_from(_joined())
+        .where(segment.c.kind == SegmentKind.GENERATED.value)
+        .group_by(fate, reason, version)
+    )
+
+
+# Tokens of some samples or groups by (fate, reason, version): taken before and after a change, the difference is
+# what the change moves. Grouping by labels keeps the CASE in one place on both databases.
+OF_SAMPLES = _by_key(segment.c.n_tokens).where(sample.c.id.in_(sa.bindparam("ids", expanding=True)))
+OF_GROUPS = _by_key(segment.c.n_tokens).where(group.c.id.in_(sa.bindparam("ids", expanding=True)))
+
+
+def counted_from_payload() -> sa.ColumnElement[int]:
+    """Tokens that the bytes of a payload hold, whatever the row's n_tokens says."""
+    size = sa.func.length(segment.c.payload) - 1
+    first = sa.func.substr(segment.c.payload, 1, 1, type_=sa.LargeBinary)
+    with_logprobs = first == sa.literal(bytes([codec.WITH_LOGPROBS]), sa.LargeBinary)
+    return sa.case((with_logprobs, size // 8), else_=size // 4)  # `//` is whole division on both databases
+
+
+def recount(run_id: int) -> sa.Select[Any]:
+    """The exact side of the ledger: tokens by (fate, reason, version), from the payloads of a whole run."""
+    return _by_key(counted_from_payload()).where(sample.c.run_id == run_id)
+
+
+def kept(run_id: int) -> sa.Select[Any]:
+    """The kept side: totals by (fate, reason, version), summed over workers."""
+    return (
+        sa.select(total.c.fate, total.c.reason, total.c.version, sa.func.sum(total.c.amount).label("amount"))
+        .where(total.c.run_id == run_id)
+        .group_by(total.c.fate, total.c.reason, total.c.version)
+        .having(sa.func.sum(total.c.amount) != 0)
+    )
+
+
+def upsert(dialect: str) -> Any:
+    """Add to a total, or start it. One statement on both databases; the two constructs differ in name only."""
+    insert: Any = postgresql.insert if dialect == "postgresql" else sqlite.insert
+    statement = insert(total)
+    return statement.on_conflict_do_update(
+        index_elements=["run_id", "worker_id", "fate", "reason", "version"],
+        set_={"amount": total.c.amount + statement.excluded.amount},
+    )

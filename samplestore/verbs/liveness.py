@@ -1,0 +1,184 @@
+"""Who is alive: registration, heartbeats, and the reaping of those who are not."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from samplestore import codec
+from samplestore.clock import db_now
+from samplestore.errors import WorkerDead
+from samplestore.migrations import REVISION
+from samplestore.models import BatchRow, EngineRow, Request, Run, Sample, Stage, Worker
+from samplestore.states import BatchState, Fate, StageStatus, WorkerKind, WorkerState
+from samplestore.statements import samples as st
+from samplestore.types import Heartbeat, Reaped
+from samplestore.verbs import batches, groups, samples
+from samplestore.verbs.tx import SHARED, Tx
+
+run, worker, sample, stage, batch, engine, request = (
+    t.__table__ for t in (Run, Worker, Sample, Stage, BatchRow, EngineRow, Request)
+)
+
+
+def register(tx: Tx, kind: str, name: str | None = None, info: dict[str, Any] | None = None) -> int:
+    """A row for this process start; returns its id, which is never used again."""
+    host, pid = socket.gethostname(), os.getpid()
+    return int(
+        tx.execute(
+            sa.insert(worker)
+            .values(
+                run_id=tx.run_id, kind=WorkerKind(kind).value, name=name or f"{host}-{pid}", host=host, pid=pid,
+                started_at=db_now(), heartbeat=db_now(), ttl_s=tx.settings.heartbeat_ttl_s, info=info or {},
+            )
+            .returning(worker.c.id)
+        ).scalar_one()
+    )  # fmt: skip
+
+
+def heartbeat(tx: Tx, worker_id: int) -> Heartbeat:
+    """Say that a worker lives, and learn what it must follow. Raises WorkerDead: dead is final."""
+    if tx.connection.dialect.name == "postgresql":
+        # A lost heartbeat costs nothing, so it need not wait for the disk. Nothing else may do this.
+        tx.execute(sa.text("SET LOCAL synchronous_commit = off"))
+    beaten = tx.execute(
+        sa.update(worker)
+        .where(worker.c.id == worker_id, worker.c.state == WorkerState.LIVE.value)
+        .values(heartbeat=db_now())
+    ).rowcount
+    if beaten != 1:
+        raise WorkerDead(worker_id)
+    row = tx.execute(sa.select(run).where(run.c.id == tx.run_id)).one()
+    revision = tx.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() or REVISION
+    return Heartbeat(row.state, row.current_version, row.abort_seq, row.abort_reason, str(revision))
+
+
+def goodbye(tx: Tx, worker_id: int, error: str | None = None) -> None:
+    """A worker leaves. What it still holds is freed; a fatal `error` reaches waiting trainers."""
+    said = None if error is None else codec.clean_text(error)
+    tx.execute(
+        sa.update(worker)
+        .where(worker.c.id == worker_id, worker.c.state == WorkerState.LIVE.value)
+        .values(state=WorkerState.GONE.value, ended_at=db_now(), error=said)
+    )
+    if said:
+        tx.event("worker_failed", said, worker_id=worker_id)
+    _free(tx, sa.literal(False), "worker left")
+    tx.fold([worker_id])
+
+
+def reap(tx: Tx, reaper_id: int | None = None) -> Reaped:
+    """Free what belongs to workers whose heartbeat stopped, and samples that make no progress. By anyone.
+
+    A reaper whose own heartbeat has expired skips the round: after an outage or a suspended machine, everyone's has.
+    """
+    nothing = Reaped([], 0, 0, 0, 0, 0)
+    fresh = worker.c.heartbeat >= db_now() - worker.c.ttl_s
+    if reaper_id is not None:
+        me = (worker.c.id == reaper_id) & (worker.c.state == WorkerState.LIVE.value) & fresh
+        if tx.execute(sa.select(worker.c.id).where(me)).scalar() is None:
+            return nothing
+    # The row check lets a heartbeat that came first win: PostgreSQL evaluates it again on the row it waited for.
+    silent = (
+        sa.select(worker.c.id)
+        .where(worker.c.run_id == tx.run_id, worker.c.state == WorkerState.LIVE.value, ~fresh)
+        .order_by(worker.c.id)
+        .with_for_update(skip_locked=True, key_share=True)
+        .cte("silent")
+    )
+    dead = [
+        row.id
+        for row in tx.rows(
+            sa.update(worker)
+            .where(worker.c.id.in_(sa.select(silent.c.id)), worker.c.state == WorkerState.LIVE.value, ~fresh)
+            .values(state=WorkerState.DEAD.value, ended_at=db_now())
+            .returning(worker.c.id)
+        )
+    ]
+    for id in dead:
+        tx.event("worker_dead", "heartbeat stopped", worker_id=id)
+    stragglers = groups.settle_stragglers(tx)
+    stuck = sample.c.progress_at < db_now() - tx.settings.progress_deadline_s
+    freed = _free(tx, stuck, "worker dead")
+    if dead:
+        tx.fold(dead)
+    return Reaped(dead, *freed, stragglers)
+
+
+def _free(tx: Tx, stuck: sa.ColumnElement[bool], reason: str) -> tuple[int, int, int, int]:
+    """Free everything that is owned by a worker which is not live. Groups and batches first, then samples, then
+    stages: the lock order."""
+    not_live = sa.select(worker.c.id).where(worker.c.state != WorkerState.LIVE.value)
+    held = tx.rows(
+        sa.select(batch.c.id)
+        .where(batch.c.run_id == tx.run_id, batch.c.state == BatchState.LEASED.value, batch.c.owner.in_(not_live))
+        .order_by(batch.c.id)
+        .with_for_update(skip_locked=True, key_share=True)
+    )
+    for row in held:
+        batches.give_back(tx, row.id, BatchState.RELEASED, "trainer dead")
+    tx.as_worker(SHARED)
+    samples_freed = _free_samples(tx, not_live, stuck, reason)
+    stages_freed = tx.execute(_free_owned(stage, not_live, tx.run_id, stage.c.status == StageStatus.PENDING.value)).rowcount
+    engines_freed = tx.execute(_free_owned(engine, not_live, tx.run_id)).rowcount
+    tx.execute(
+        sa.update(request)
+        .where(request.c.finished_at.is_(None), request.c.worker_id.in_(not_live), request.c.run_id == tx.run_id)
+        .values(finished_at=db_now(), lost_reason="worker dead")
+    )
+    return samples_freed, stages_freed, len(held), engines_freed
+
+
+def _free_owned(table: sa.Table, not_live: sa.Select[Any], run_id: int, *more: sa.ColumnElement[bool]) -> Any:
+    """Ordered and SKIP LOCKED: an unordered update of many rows deadlocks with group commits."""
+    picked = (
+        sa.select(table.c.id)
+        .where(table.c.run_id == run_id, table.c.owner.in_(not_live), *more)
+        .order_by(table.c.id)
+        .with_for_update(skip_locked=True, key_share=True)
+        .cte("picked")
+    )
+    return (
+        sa.update(table)
+        .where(table.c.id.in_(sa.select(picked.c.id)), table.c.owner.in_(not_live))
+        .values(owner=None, attempt=table.c.attempt + 1)
+    )
+
+
+def _free_samples(tx: Tx, not_live: sa.Select[Any], stuck: sa.ColumnElement[bool], reason: str) -> int:
+    found = tx.rows(
+        sa.select(sample.c.id, sample.c.owner, sample.c.group_id, sample.c.n_tokens, stuck.label("stuck"))
+        .where(sample.c.run_id == tx.run_id, sample.c.owner.is_not(None), sa.or_(sample.c.owner.in_(not_live), stuck))
+        .order_by(sample.c.id)
+        .with_for_update(skip_locked=True, key_share=True, of=sample)
+    )
+    if not found:
+        return 0
+    ids = [row.id for row in found]
+    tx.execute(
+        sa.update(sample)
+        .where(sample.c.id.in_(ids))
+        .values(status=st.STATUS_AT_REST, n_aborts=sample.c.n_aborts + st.STOPPED, **st.LET_GO)
+    )
+    for row in found:
+        samples.shift(tx, row.id, Fate.IN_FLIGHT, Fate.RESUMABLE)
+        tx.event("reap", "no progress" if row.stuck else reason, worker_id=row.owner, sample_id=row.id,
+                 group_id=row.group_id, tokens=row.n_tokens)  # fmt: skip
+    return len(ids)
+
+
+def disown(tx: Tx, worker_id: int, held: Sequence[int]) -> int:
+    """Free samples that this worker owns without knowing: a claim that was committed, its answer lost. `held`: the
+    sample ids that it does know."""
+    strays = tx.rows(
+        sa.select(sample.c.id).where(sample.c.owner == worker_id, sample.c.id.not_in(list(held))).order_by(sample.c.id)
+        .with_for_update(key_share=True)
+    )
+    for row in strays:
+        tx.execute(sa.update(sample).where(sample.c.id == row.id).values(status=st.STATUS_AT_REST, **st.LET_GO))
+        samples.shift(tx, row.id, Fate.IN_FLIGHT, Fate.RESUMABLE)
+    return len(strays)

@@ -1,0 +1,133 @@
+"""A transaction of the store: a connection, the ledger entries and the events that its changes make.
+
+Verbs are functions `verb(tx, ...)`. They lock in one order - worker, run, group, sample, stage, each by id - and
+leave totals and events to `flush`, which writes them last and sorted, so that two transactions never wait for each
+other in a circle. A verb may run again (lost connection, deadlock), so it touches nothing but the database.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from samplestore import codec
+from samplestore.clock import db_now
+from samplestore.engine import Database
+from samplestore.errors import WorkerDead
+from samplestore.models import Event, Run, SampleGroup, Worker
+from samplestore.states import Fate, WorkerState
+from samplestore.statements import ledger
+from samplestore.types import RunSettings
+
+run, group, worker, event = (t.__table__ for t in (Run, SampleGroup, Worker, Event))
+
+T = TypeVar("T")
+Key = tuple[str, str, int]  # fate, reason, version
+SHARED = 0  # ledger rows that belong to no live worker
+
+
+class Tx:
+    def __init__(self, connection: Connection, run_id: int, settings: RunSettings) -> None:
+        self.connection, self.run_id, self.settings = connection, run_id, settings
+        self.worker_id = SHARED
+        self._deltas: Counter[tuple[int, Key]] = Counter()
+        self._events: list[dict[str, Any]] = []
+
+    def execute(self, statement: Any, parameters: Any = None) -> sa.CursorResult[Any]:
+        return self.connection.execute(statement, parameters)
+
+    def rows(self, statement: Any, parameters: Any = None) -> Sequence[sa.Row[Any]]:
+        return self.connection.execute(statement, parameters).fetchall()
+
+    def as_worker(self, worker_id: int) -> None:
+        """Ledger entries from here on go to this worker's rows: no two processes fight for one."""
+        self.worker_id = worker_id
+
+    def require_live(self, worker_id: int) -> None:
+        """Lock the worker's row against a reap and check it. Without, a claim that commits during a reap would be
+        owned by a worker that no longer exists. Raises WorkerDead."""
+        self.as_worker(worker_id)
+        state = self.execute(
+            sa.select(worker.c.state).where(worker.c.id == worker_id, worker.c.run_id == self.run_id).with_for_update(read=True)
+        ).scalar()
+        if state != WorkerState.LIVE:
+            raise WorkerDead(worker_id)
+
+    def lock_run(self) -> sa.Row[Any]:
+        """The run's row, locked. FOR NO KEY UPDATE: inserts that refer to the run must not wait for us."""
+        return self.execute(sa.select(run).where(run.c.id == self.run_id).with_for_update(key_share=True)).one()
+
+    def lock_groups(self, ids: Sequence[int]) -> dict[int, sa.Row[Any]]:
+        found = self.rows(
+            sa.select(group).where(group.c.id.in_(sorted(set(ids)))).order_by(group.c.id).with_for_update(key_share=True)
+        )
+        return {row.id: row for row in found}
+
+    # -- ledger
+
+    def add(self, fate: Fate, version: int | None, amount: int, reason: str = "") -> None:
+        self._deltas[(self.worker_id, (fate.value, reason, -1 if version is None else version))] += amount
+
+    @contextmanager
+    def moving(self, *, samples: Sequence[int] = (), groups: Sequence[int] = ()) -> Iterator[None]:
+        """Whatever the block does to these samples or groups, their tokens move in the ledger accordingly."""
+        before = self._tokens(samples, groups)
+        yield
+        for key, amount in self._tokens(samples, groups).items():
+            self._deltas[(self.worker_id, key)] += amount
+        for key, amount in before.items():
+            self._deltas[(self.worker_id, key)] -= amount
+
+    def _tokens(self, samples: Sequence[int], groups: Sequence[int]) -> Counter[Key]:
+        counted: Counter[Key] = Counter()
+        for statement, ids in ((ledger.OF_SAMPLES, samples), (ledger.OF_GROUPS, groups)):
+            if ids:
+                for fate, reason, version, amount in self.rows(statement, {"ids": list(ids)}):
+                    counted[(fate, reason, version)] += int(amount)
+        return counted
+
+    def fold(self, worker_ids: Sequence[int]) -> None:
+        """Move the totals of workers that are gone to the shared rows, so that the table stays small."""
+        removed = self.rows(
+            sa.delete(ledger.total).where(ledger.total.c.worker_id.in_(worker_ids)).returning(
+                ledger.total.c.fate, ledger.total.c.reason, ledger.total.c.version, ledger.total.c.amount
+            )
+        )
+        for fate, reason, version, amount in removed:
+            self._deltas[(SHARED, (fate, reason, version))] += amount
+
+    # -- events
+
+    def event(self, kind: str, reason: str | None = None, **fields: Any) -> None:
+        blank = dict.fromkeys(("worker_id", "group_id", "sample_id", "step", "version", "tokens", "details"))
+        said = None if reason is None else codec.clean_text(reason)
+        self._events.append({**blank, **fields, "run_id": self.run_id, "kind": kind, "reason": said})
+
+    def flush(self) -> None:
+        rows = [
+            {"run_id": self.run_id, "worker_id": w, "fate": f, "reason": r, "version": v, "amount": amount}
+            for (w, (f, r, v)), amount in sorted(self._deltas.items())
+            if amount
+        ]
+        if rows:
+            self.execute(ledger.upsert(self.connection.dialect.name), rows)
+        if self._events:
+            self.execute(sa.insert(event).values(at=db_now()), self._events)
+        self._deltas.clear()
+        self._events.clear()
+
+
+class Transactor(Protocol):
+    """What lower layers need of a run: its identity, and transactions."""
+
+    database: Database
+    id: int
+    name: str
+    settings: RunSettings
+
+    def transact(self, work: Callable[[Tx], T], *, durable: bool = False) -> T: ...

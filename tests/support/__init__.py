@@ -1,0 +1,1 @@
+"""Helpers that start real servers and processes for the tests."""
