@@ -53,10 +53,11 @@ class GrpoConfig:
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
-    """A_i = (r_i - mean(r of its group)) / (std(r of its group) + eps)   (GRPO, eq. 3 of arXiv:2402.03300).
+    """A_i = (r_i - mean(r of its group)) / (std(r of its group) + eps)   (GRPO, section 4.1).
 
-    The group is its own baseline, so no value network is needed. The standard deviation is the unbiased one (n - 1).
-    A group whose rewards are all equal, or of one sample, teaches nothing: its advantages are 0.
+    The group is its own baseline, so no value network is needed. std has n in the denominator. A group whose rewards
+    are all equal, or of one sample, teaches nothing: its advantages are 0. `batch.tensors()["advantages"]` holds the
+    same numbers; they are computed here so that the algorithm can be read in one place.
 
     rewards float32 [B], group_ids int64 [B] (any numbers, in any order) -> float32 [B]
     """
@@ -65,8 +66,8 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> T
         members = group_ids == group
         values = rewards[members]
         centred = values - values.mean()
-        if len(values) > 1 and bool(centred.abs().max() > eps):
-            advantages[members] = centred / (values.std() + eps)
+        if bool((values != values[0]).any()):
+            advantages[members] = centred / (values.std(correction=0) + eps)
     return advantages
 
 

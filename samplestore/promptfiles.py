@@ -23,7 +23,9 @@ PARQUET_ROWS = 256  # rows held at once
 SHOWN = 80  # characters of an offending value that a message repeats
 
 _UTF8_BOM = b"\xef\xbb\xbf"
-_repr = reprlib.Repr(maxstring=SHOWN, maxother=SHOWN, maxlong=SHOWN, maxlevel=3, maxlist=4, maxdict=4)
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = SHOWN
+_repr.maxlevel, _repr.maxlist, _repr.maxdict = 3, 4, 4
 
 
 class PromptFileError(SampleStoreError):
@@ -59,6 +61,12 @@ def show(value: Any) -> str:
     """A value for an error message: bounded, and escaped so that a file can't send control codes to a terminal."""
     text = _repr.repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def printable(text: str, limit: int) -> str:
+    """Text of unknown origin as part of a message: bounded, on one line, without control codes."""
+    part = text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return part if part.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in part)
 
 
 class PromptFile:
@@ -133,8 +141,8 @@ class PromptFile:
 
     def _parquet(self) -> Iterator[ReadRow]:
         try:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
+            import pyarrow as pa  # type: ignore[import-untyped]
+            import pyarrow.parquet as pq  # type: ignore[import-untyped]
         except ImportError as error:
             raise MissingExtra("reading Parquet files", "prompts") from error
         try:
@@ -166,7 +174,9 @@ class PromptFile:
             try:
                 row[name] = _without_nulls(column.to_pylist(maps_as_pydicts="strict")[0])
             except (UnicodeDecodeError, KeyError, ValueError, OverflowError) as error:
-                return InvalidRow(self.name, self.done, name, f"the value can't be read: {show(str(error))}")
+                return InvalidRow(
+                    self.name, self.done, printable(name, SHOWN), f"the value can't be read: {show(str(error))}"
+                )
         return self.done, row
 
 
@@ -182,7 +192,7 @@ def parse_line(body: bytes, source: str, line: int) -> dict[str, Any] | InvalidR
     except UnicodeDecodeError as error:
         return InvalidRow(source, line, "(line)", f"byte {error.start} is not UTF-8", show(body[error.start :][:8]))
     except _KeyTwice as error:
-        return InvalidRow(source, line, show(error.key).strip("'\""), "stands twice in one object")
+        return InvalidRow(source, line, printable(error.key, SHOWN), "stands twice in one object")
     except json.JSONDecodeError as error:
         near = show(error.doc[max(0, error.pos - 10) : error.pos + 30])
         return InvalidRow(source, line, "(line)", f"not JSON: {error.msg} at character {error.pos}", near)

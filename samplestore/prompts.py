@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from samplestore.errors import InvalidSetting, SampleStoreError
-from samplestore.promptfiles import InvalidRow, PromptFile, PromptFileError, ReadRow, read_rows, show
+from samplestore.promptfiles import InvalidRow, PromptFile, PromptFileError, ReadRow, printable, read_rows, show
 from samplestore.rowvalues import MAX_ROW_BYTES, BadValue, check_messages, dataset_name, parsed, plain, token_ids
 from samplestore.tokenizers import RESERVED_TEMPLATE_ARGS, TemplateRefused, Tokenizer, as_tokenizer
 from samplestore.types import Ids
@@ -34,6 +34,7 @@ __all__ = [
 Row: TypeAlias = "ReadRow | Mapping[str, Any] | Prompt"
 
 LISTED = 20  # bad rows that an error message names
+MAX_FIELD, MAX_REASON = 240, 320  # characters: keys come from the file, reasons from chat templates too
 PROMPT_KEYS = ("prompt", "text", "messages")
 TEMPLATE_KEYS = ("chat_template_kwargs", "apply_chat_template_kwargs")
 
@@ -208,7 +209,8 @@ class _Maker:
                 raise BadValue("is not a mapping", row)
             return self._prompt(line, row)
         except BadValue as error:
-            return InvalidRow(self.source, line, error.field or "(row)", error.reason, error.shown)
+            field = printable(error.field, MAX_FIELD) or "(row)"
+            return InvalidRow(self.source, line, field, printable(error.reason, MAX_REASON), error.shown)
 
     def _prompt(self, line: int, row: Mapping[str, Any]) -> Prompt:
         # Token ids are checked by numpy: walking over each as a JSON value costs a hundred times more.
@@ -232,7 +234,7 @@ class _Maker:
         metadata = parsed(said, metadata_key, dict) or {}
         if both := sorted(extra.keys() & metadata.keys()):
             raise BadValue(f"stands in {metadata_key} too", extra[both[0]], both[0])
-        parts = {
+        parts: dict[str, Any] = {
             "dataset": self.dataset if said.get("dataset") is None else dataset_name(said["dataset"]),
             "prompt": prompt, "prompt_ids": ids, "label": said.get(self.keys.label or "label"),
             "metadata": {**metadata, **extra}, "tools": tools, "template_args": template_args,

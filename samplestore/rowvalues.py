@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from samplestore.promptfiles import show
+from samplestore.promptfiles import SHOWN, printable, show
 from samplestore.types import Ids
 
 MAX_ROW_BYTES = 16 * 1024 * 1024
@@ -28,7 +28,7 @@ class BadValue(Exception):
 
     def inside(self, outer: str | int) -> BadValue:
         """The same, seen from the object or list around it."""
-        step = f"[{outer}]" if isinstance(outer, int) else _name(outer)
+        step = f"[{outer}]" if isinstance(outer, int) else printable(outer, SHOWN)
         dot = "." if self.field and not self.field.startswith("[") else ""
         self.field = f"{step}{dot}{self.field}"
         return self
@@ -106,11 +106,6 @@ class _Walk:
         self.left -= n_bytes
         if self.left < 0:
             raise BadValue(f"makes the row larger than {self.max_bytes:,} bytes")
-
-
-def _name(key: str) -> str:
-    """A key as a step of a path; escaped and bounded where it is not a plain word."""
-    return key if key.isascii() and key.replace("-", "_").isidentifier() and len(key) <= 80 else show(key)
 
 
 def token_ids(value: Any) -> Ids:

@@ -14,6 +14,16 @@ from samplestore.verbs.tx import Transactor, Tx
 
 Verb = Callable[..., Any]
 LOCKS_GROUP: frozenset[Verb] = frozenset({samples.finish, samples.fail, stages.score, stages.fail_stage})
+# Verbs on one claim may share a commit. All others (claim, admit, ...) lock workers or runs, which come before groups
+# in the lock order, and so have a commit of their own.
+SHARES: frozenset[Verb] = LOCKS_GROUP | {
+    samples.append,
+    samples.release,
+    samples.note_abort,
+    samples.begin_request,
+    samples.end_request,
+    stages.release_stage,
+}
 
 
 @dataclass(slots=True)
@@ -69,7 +79,8 @@ class Writer:
                 return
 
     def _commit(self, writes: list[_Write]) -> None:
-        writes.sort(key=lambda w: (w.group_id, w.sample_id, w.number))
+        alone = [w for w in writes if w.verb not in SHARES]
+        writes = sorted((w for w in writes if w.verb in SHARES), key=lambda w: (w.group_id, w.sample_id, w.number))
         if len(writes) > 1:
             try:
                 results = self.run.transact(lambda tx: _all(tx, writes))
@@ -79,8 +90,8 @@ class Writer:
                 self.commits += 1
                 for write, result in zip(writes, results, strict=True):
                     write.done.set_result(result)
-                return
-        for write in writes:
+                writes = []
+        for write in [*writes, *alone]:
             try:
                 write.done.set_result(self.run.transact(lambda tx, w=write: _all(tx, [w])[0]))
                 self.commits += 1

@@ -88,7 +88,9 @@ def _requests(connection: sa.Connection, run_id: int) -> dict[str, Any]:
         )
     }
     unknown = connection.execute(
-        sa.select(sa.func.count()).where(of_run, request.c.generated_tokens.is_(None), request.c.finished_at.is_not(None))
+        sa.select(sa.func.count()).where(
+            of_run, request.c.generated_tokens.is_(None), request.c.finished_at.is_not(None)
+        )
     ).scalar_one()
     return {
         "finished": int(row[0]),

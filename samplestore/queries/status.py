@@ -55,7 +55,10 @@ def staleness_histogram(connection: sa.Connection, run_id: int, state: GroupStat
     """Groups of a state by staleness now ("unknown" where a version is not known)."""
     lag = staleness.behind(run_id, group.c.oldest_version).label("lag")
     rows = connection.execute(
-        sa.select(lag, sa.func.count()).where(group.c.run_id == run_id, group.c.state == state.value).group_by(lag).order_by(lag)
+        sa.select(lag, sa.func.count())
+        .where(group.c.run_id == run_id, group.c.state == state.value)
+        .group_by(lag)
+        .order_by(lag)
     )
     return {"unknown" if r[0] is None else str(int(r[0])): int(r[1]) for r in rows}
 

@@ -33,7 +33,9 @@ def _facts(connection: sa.Connection, run_id: int, window: int) -> dict[str, Any
 
     ready = sa.and_(group.c.run_id == run_id, group.c.state == GroupState.READY.value)
     lag = staleness.behind(run_id, group.c.oldest_version)
-    unfinished = sa.and_(sample.c.run_id == run_id, sample.c.status.in_([s.value for s in CLAIMABLE]), sample.c.closed == 0)
+    unfinished = sa.and_(
+        sample.c.run_id == run_id, sample.c.status.in_([s.value for s in CLAIMABLE]), sample.c.closed == 0
+    )
     row = connection.execute(sa.select(run).where(run.c.id == run_id)).one()
     live = sa.and_(worker.c.run_id == run_id, worker.c.state == WorkerState.LIVE.value)
     error = connection.execute(
@@ -97,9 +99,12 @@ def _reasons(f: dict[str, Any], settings: RunSettings, needed: int, window: int)
     if cursor.exhausted(row.n_prompts, settings.epochs) and row.n_groups:
         yield "prompts_used_up", f"all {settings.epochs} epochs of {row.n_prompts} prompts are served"
     elif needed > settings.window_groups:
-        yield "window_too_small", (
-            f"{needed} groups are asked for, but the window admits {settings.window_groups} "
-            "((max_staleness + 1) x groups_per_step)"
+        yield (
+            "window_too_small",
+            (
+                f"{needed} groups are asked for, but the window admits {settings.window_groups} "
+                "((max_staleness + 1) x groups_per_step)"
+            ),
         )
     elif f["live_groups"] == 0:
         yield "nothing_admitted", "no groups are admitted yet; workers and waiting trainers do that"

@@ -94,6 +94,7 @@ def append(
     loss: int | None = None,
     rid: str | None = None,
     engine: str | None = None,
+    abort_reason: str = "engine",
 ) -> int:
     """Store the next segment of a claimed sample; returns its number of tokens.
 
@@ -141,8 +142,24 @@ def append(
     if kind == SegmentKind.GENERATED:
         tx.add(Fate.IN_FLIGHT, low, n)
     if finish_reason == "abort":
-        tx.event("abort", "engine", worker_id=claim.owner, sample_id=claim.sample_id, group_id=claim.group_id, tokens=n)
+        _tell_abort(tx, claim, abort_reason, int(moved.n_tokens))
     return n
+
+
+def _tell_abort(tx: Tx, claim: Claim, reason: str, tokens: int) -> None:
+    tx.event("abort", reason, worker_id=claim.owner, sample_id=claim.sample_id, group_id=claim.group_id, tokens=tokens)
+
+
+def note_abort(tx: Tx, claim: Claim, reason: str) -> None:
+    """An abort that came when everything was stored already: no segment carries it. Raises LeaseLost."""
+    tx.as_worker(claim.owner)
+    row = _require_owner(tx, claim)
+    tx.execute(
+        sa.update(sample)
+        .where(sample.c.id == claim.sample_id, sample.c.attempt == claim.attempt)
+        .values(n_aborts=sample.c.n_aborts + 1, finish_reason="abort")
+    )
+    _tell_abort(tx, claim, reason, row.n_tokens)
 
 
 def _refused(tx: Tx, claim: Claim, seq: int, payload: bytes) -> None:

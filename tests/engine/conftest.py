@@ -39,7 +39,8 @@ def build_tokenizer(folder: Path, vocab_size: int = 384) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS * 20, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>").save_pretrained(folder)
+    fast: Any = PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>").save_pretrained(folder)
 
 
 def build_model(folder: Path, seed: int, kind: str = "llama", hidden: int = 64, context: int = 1024) -> Path:
@@ -99,7 +100,7 @@ class RunningEngine:
         return self.process.wait(deadline_s)
 
 
-def start_engine(model: Path, *arguments: str, deadline_s: float = 120.0) -> RunningEngine:
+def start_engine(model: Path, *arguments: str, deadline_s: float = 240.0) -> RunningEngine:
     """Start the engine on a free port of its own choice and wait until it says that it is ready."""
     command = [sys.executable, "-m", "samplestore.workers.cpu_engine", "--model", str(model), "--port", "0", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -111,8 +111,10 @@ class RowCache(Cache):
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of row `source` over row `target`."""
-        for layer in self._row_layers:
-            layer.move(source, target, length)
+        # Rows were written in inference mode, and only inference mode may change them.
+        with torch.inference_mode():
+            for layer in self._row_layers:
+                layer.move(source, target, length)
 
     def one_row(self, row: int, start: int, end: int) -> None:
         """The next forward pass writes tokens start..end-1 of one row."""

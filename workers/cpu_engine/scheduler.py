@@ -173,7 +173,7 @@ class Scheduler:
     async def run(self) -> None:
         """Step until `close`. A step that raises ends its requests with status 500; the engine goes on."""
         while not self._closing:
-            self._abort_requests([item for item in self.by_rid.values() if item.abort_wanted])
+            self._abort_requests([item for item in self.running if item.abort_wanted])
             if self.paused is not None or self._loading:
                 await self._sleep(None)
             elif stale := next((item for item in self.running if item.stale_rows), None):
@@ -306,8 +306,9 @@ class Scheduler:
             else:
                 request.close(dict(ABORTED))
                 ended.append(request)
-        self._settle(ended)
-        self._wake.set()
+        if requests:
+            self._settle(ended)
+            self._wake.set()
 
     def _settle(self, requests: list[Request]) -> None:
         for request in requests:

@@ -10,6 +10,7 @@ import sys
 
 import torch
 from aiohttp import web
+from transformers.utils.logging import disable_progress_bar
 
 from .checkpoint import eos_token_ids, load_model, load_tokenizer
 from .control import Control
@@ -26,6 +27,7 @@ def run_server(options: EngineOptions) -> None:
     """Serve until SIGTERM or SIGINT has drained the engine. Raises `ValueError` if it can't start."""
     # Nothing may be fetched from a hub: a path that doesn't exist must be an error and not a download.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    disable_progress_bar()
     torch.set_num_threads(options.threads)
     asyncio.run(_serve(options))
 

@@ -1,0 +1,88 @@
+"""Options that commands share, and how they open a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+
+from samplestore.cli import exits
+
+if TYPE_CHECKING:
+    from samplestore.run import Run
+    from samplestore.store import Store
+
+Db: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--db",
+        envvar="SAMPLESTORE_DATABASE_URL",
+        metavar="URL",
+        help="Database: a SQLite file or postgresql://... [default: samplestore.toml's]",
+        show_default=False,
+    ),
+]
+RunName: TypeAlias = Annotated[
+    str | None, typer.Option("--run", metavar="NAME", help="The run [default: the newest].", show_default=False)
+]
+TheRun: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--run", metavar="NAME", help="The run; may be left out if there is only one.", show_default=False),
+]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Reason: TypeAlias = Annotated[
+    str | None, typer.Option("--reason", metavar="TEXT", help="Why; kept in the events.", show_default=False)
+]
+NeededReason: TypeAlias = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the events.")]
+
+
+def database(db: str | None) -> str:
+    """The database's URL or path: --db, $SAMPLESTORE_DATABASE_URL, or the configuration file. Raises ConfigError."""
+    if db:
+        return db
+    from samplestore import config
+
+    found = config.database_url()
+    if found is None:
+        raise config.no_database("samplestore status --db FILE")
+    return found[0]
+
+
+@contextmanager
+def opened(db: str | None) -> Iterator[Store]:
+    """An existing store; never makes a file. Raises DatabaseMissing, SchemaMismatch, ConfigError."""
+    import samplestore
+
+    store = samplestore.open(database(db), create=False)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@contextmanager
+def opened_run(db: str | None, name: str | None) -> Iterator[Run]:
+    """An existing run; without a name the newest. Raises RunNotFound besides."""
+    with opened(db) as store:
+        yield store.existing_run(name)
+
+
+@contextmanager
+def chosen_run(db: str | None, name: str | None) -> Iterator[Run]:
+    """An existing run for what can't be taken back: the newest is a guess, so where there are several it is named."""
+    with opened(db) as store:
+        names = store.run_names()
+        if name is None and len(names) > 1:
+            raise exits.CommandError(
+                f"the database has several runs ({', '.join(names[:20])}): name one with --run NAME. "
+                "List them with: samplestore runs",
+                exits.USAGE,
+            )
+        yield store.existing_run(name)
+
+
+def listed(numbers: list[int]) -> str:
+    """Ids in a sentence."""
+    return ", ".join(map(str, numbers[:10])) + (f" and {len(numbers) - 10:,} more" if len(numbers) > 10 else "")

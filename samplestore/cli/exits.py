@@ -1,0 +1,58 @@
+"""Exit codes, and what each error ends with. Part of the interface: scripts depend on them."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from samplestore.errors import DatabaseMissing, SampleStoreError, SchemaMismatch, StoreBusy, UnsupportedFileSystem
+
+OK = 0
+FAILED = 1
+USAGE = 2
+DATABASE = 3  # missing, unreachable, or of another schema
+ENGINE = 4  # an engine does not answer
+CHECK = 5  # a check found something
+INTERRUPTED = 130
+
+_TELLS_WHAT_TO_TYPE = re.compile(
+    r"(samplestore [a-z]|pip install|hf download|ps -fp|unset |ls -l|run\.\w+\(|--\w+|Use PostgreSQL)[^.]*\.?$|Run: ", re.I
+)
+
+
+class CommandError(SampleStoreError):
+    """An error of the command line itself; `exit_code` as above. The message ends with what to type next."""
+
+    def __init__(self, message: str, exit_code: int = FAILED) -> None:
+        self.exit_code = exit_code
+        super().__init__(message)
+
+
+def exit_code(error: BaseException) -> int:
+    """Errors of other packages (engine clients, configuration) say theirs with an attribute `exit_code`."""
+    if isinstance(error, DatabaseMissing | SchemaMismatch | UnsupportedFileSystem):
+        return DATABASE
+    if isinstance(error, SampleStoreError):
+        return int(getattr(error, "exit_code", FAILED))
+    return DATABASE if _is_connection_error(error) else FAILED
+
+
+def _is_connection_error(error: BaseException) -> bool:
+    sqlalchemy = sys.modules.get("sqlalchemy.exc")
+    return sqlalchemy is not None and isinstance(error, sqlalchemy.OperationalError | sqlalchemy.InterfaceError)
+
+
+def is_database_error(error: BaseException) -> bool:
+    """Of SQLAlchemy or a driver, told without importing them."""
+    names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+    known = {"sqlalchemy.SQLAlchemyError", "sqlite3.Error", "pysqlite3.Error", "psycopg.Error"}
+    return bool(names & known)
+
+
+def with_next_command(error: SampleStoreError) -> str:
+    """The message as one paragraph that ends with the next command to type."""
+    text = " ".join(str(error).split())
+    if _TELLS_WHAT_TO_TYPE.search(text):
+        return text
+    hint = "samplestore status" if isinstance(error, StoreBusy) else "samplestore doctor"
+    return f"{text.rstrip('.')}. Look further with: {hint}"

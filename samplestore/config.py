@@ -1,0 +1,322 @@
+"""Configuration: samplestore.toml, then environment variables, then flags; the later one wins.
+
+    [database]
+    url = "rollouts.db"          # for every command
+
+    [worker]
+    router = "http://127.0.0.1:30000"
+    concurrency = 64
+    [worker.sampling]
+    temperature = 0.8
+
+The file is --config FILE, else $SAMPLESTORE_CONFIG, else ./samplestore.toml if it is there. Environment variables are
+SAMPLESTORE_DATABASE_URL and SAMPLESTORE_WORKER_<SETTING> (nested with __, e.g. SAMPLESTORE_WORKER_SAMPLING__TOP_P).
+Tables (sampling) are merged key by key. Paths in the file are relative to the current directory, as in flags.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from samplestore.errors import SampleStoreError
+from samplestore.logs import mask
+
+DEFAULT_FILE = "samplestore.toml"
+ENV_FILE = "SAMPLESTORE_CONFIG"
+ENV_DATABASE = "SAMPLESTORE_DATABASE_URL"
+ENV_WORKER = "SAMPLESTORE_WORKER_"
+MAX_FILE_BYTES = 1 << 20
+
+Whole = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Seconds = Annotated[float, Field(gt=0, le=31_536_000, allow_inf_nan=False)]
+
+
+class ConfigError(SampleStoreError):
+    """A setting that can't be used, and where it was set. The command line ends with exit code 2."""
+
+    exit_code = 2
+
+
+class WorkerConfig(BaseSettings):
+    """Settings of `samplestore worker`. Make it with load_worker_config, which knows where each one came from.
+
+    db                 database: a SQLite file or postgresql://...
+    run                the run to serve; None is the only or newest one
+    router, engines    where to send requests: a router's URL, and/or URLs of engines
+    concurrency        samples in flight at once
+    flush_tokens       store a segment at the latest after this many new tokens
+    flush_seconds      ... and after this many seconds
+    mode               "stream" tokens; "sliced": calls of slice_tokens each; "unary": one call a sample
+    reward             reward function: a built-in name, MODULE:FUNCTION or FILE.py:FUNCTION
+    max_new_tokens     response budget of a sample, in tokens; None is the run's
+    sampling           engine sampling parameters over those of the run
+    poll_seconds       between two looks for work
+    drain_timeout_s    given to samples in flight when the worker ends
+    update_engines     bring engines to the run's weights
+    exit_when_done     end when the run's prompts are used up
+    """
+
+    model_config = SettingsConfigDict(env_prefix=ENV_WORKER, env_nested_delimiter="__", extra="forbid", frozen=True)
+
+    db: str = ""
+    run: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    router: str | None = None
+    engines: Annotated[list[str], NoDecode] = Field(default_factory=list, max_length=10_000)
+    concurrency: Annotated[int, Field(ge=1, le=100_000)] = 32
+    flush_tokens: Whole = 1024
+    flush_seconds: Seconds = 2.0
+    mode: Literal["stream", "sliced", "unary"] = "stream"
+    slice_tokens: Whole = 256
+    reward: Annotated[str, Field(min_length=1)] | None = None
+    reward_processes: Annotated[int, Field(ge=1, le=1024)] = 1
+    reward_timeout_s: Seconds = 30
+    reward_memory_mb: Annotated[int, Field(ge=64, le=1_000_000_000)] = 2048
+    tokenizer: Annotated[str, Field(min_length=1)] | None = None
+    max_new_tokens: Whole | None = None
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    poll_seconds: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False)] = 0.2
+    drain_timeout_s: Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)] = 60
+    update_engines: bool = True
+    update_timeout_s: Seconds = 300
+    request_timeout_s: Seconds = 600
+    abort_timeout_s: Seconds = 10
+    name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    exit_when_done: bool = False
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Nothing but the arguments: load_worker_config reads file and environment, to know who set what."""
+        return (init_settings,)
+
+    @field_validator("engines", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        """A list, JSON, or URLs separated by commas (what fits into an environment variable)."""
+        if isinstance(value, str):
+            value = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
+        if isinstance(value, list | tuple):
+            return [item.strip() if isinstance(item, str) else item for item in value if item != ""]
+        return value
+
+    @field_validator("engines")
+    @classmethod
+    def _engine_urls(cls, value: list[str]) -> list[str]:
+        return list(dict.fromkeys(map(_http_url, value)))
+
+    @field_validator("router")
+    @classmethod
+    def _router_url(cls, value: str | None) -> str | None:
+        return None if value is None else _http_url(value)
+
+    @field_validator("sampling", mode="before")
+    @classmethod
+    def _table(cls, value: Any) -> Any:
+        return json.loads(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _sampling_is_json(self) -> WorkerConfig:
+        try:
+            json.dumps(self.sampling, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"sampling must be what JSON can hold: {error}") from None
+        return self
+
+
+def _http_url(value: str) -> str:
+    try:
+        parts = urlsplit(value)
+        parts.port  # noqa: B018 - raises for what is no port
+    except ValueError as error:
+        raise ValueError(f"{value!r} is no URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(f"{value!r} is no URL of an engine or router; use http://HOST:PORT")
+    return value.rstrip("/")
+
+
+def load_worker_config(config_file: Path | None, flags: dict[str, Any]) -> WorkerConfig:
+    """The worker's settings from file, environment and flags (None: not given). Raises ConfigError."""
+    config = resolve(config_file, flags)
+    if not config.db:
+        raise no_database("samplestore worker --db FILE")
+    return config
+
+
+def sources(config: WorkerConfig) -> dict[str, str]:
+    """Where each setting came from: "flag", "env NAME", "file PATH" or "default"; several where tables were merged."""
+    return {name: config._sources.get(name, "default") for name in type(config).model_fields}
+
+
+def resolve(config_file: Path | None, flags: Mapping[str, Any]) -> WorkerConfig:
+    """load_worker_config, but a database need not be named."""
+    path = config_path(config_file)
+    given = {name: value for name, value in flags.items() if value is not None}
+    for name in given:
+        _require_known(name, WorkerConfig.model_fields, "flag")
+    if isinstance(given.get("sampling"), str):
+        given["sampling"] = _json_table(given["sampling"], "flag --sampling")
+    layers = [_from_file(path), _from_env(), {name: (value, "flag") for name, value in given.items()}]
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for layer in layers:
+        for name, (value, source) in layer.items():
+            before = values.get(name)
+            if name == "sampling" and isinstance(value, dict) and isinstance(before, dict) and before:
+                values[name], origin[name] = {**before, **value}, f"{origin[name]}, {source}"
+            else:
+                values[name], origin[name] = value, source
+    try:
+        config = WorkerConfig(**values)
+    except ValidationError as error:
+        raise _explained(error, origin) from None
+    config._sources.update(origin)
+    return config
+
+
+def config_path(config_file: Path | None = None) -> Path | None:
+    """The configuration file, or None where there is none. One that is named must be there. Raises ConfigError."""
+    named = config_file or (Path(os.environ[ENV_FILE]) if os.environ.get(ENV_FILE) else None)
+    if named is None:
+        return Path(DEFAULT_FILE) if Path(DEFAULT_FILE).is_file() else None
+    if not named.is_file():
+        who = "--config" if config_file else ENV_FILE
+        raise ConfigError(f"there is no file {named} ({who}). See the settings in force with: samplestore config show")
+    return named
+
+
+def database_url(config_file: Path | None = None) -> tuple[str, str] | None:
+    """(url, source) of the database from environment or file, None where neither names one. Raises ConfigError."""
+    if url := os.environ.get(ENV_DATABASE):
+        return url, f"env {ENV_DATABASE}"
+    path = config_path(config_file)
+    url = _read(path).get("database", {}).get("url") if path else None
+    return None if not url else (url, f"file {path}")
+
+
+def no_database(example: str) -> ConfigError:
+    return ConfigError(
+        f"no database is named: give --db FILE or --db postgresql://..., set {ENV_DATABASE}, or put [database] url into "
+        f"{DEFAULT_FILE}. For example: {example}"
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The checked tables of a configuration file."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}. Look at it with: ls -l {path}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes: no configuration file. Use: --config FILE")
+    try:
+        tables = tomllib.loads(data.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML: {error}. Correct it, then run: samplestore config show") from error
+    allowed: dict[str, Any] = {"database": ("url",), "worker": tuple(WorkerConfig.model_fields)}
+    for table, content in tables.items():
+        _require_known(table, allowed, str(path))
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path}: {table} must be a table; write [{table}]. Then run: samplestore config show")
+        for key in content:
+            _require_known(key, allowed[table], str(path), table)
+    url = tables.get("database", {}).get("url", "")
+    if not isinstance(url, str):
+        raise ConfigError(f"{path}: database.url must be text, not {url!r}. Then run: samplestore config show")
+    return tables
+
+
+def _require_known(key: str, allowed: Any, where: str, table: str = "") -> None:
+    if key in allowed:
+        return
+    close = get_close_matches(key, allowed, n=1)
+    meant = f" Did you mean {close[0]}?" if close else ""
+    raise ConfigError(
+        f"{where}: unknown {'setting' if table or where == 'flag' else 'table'} {f'{table}.' if table else ''}{key!s}."
+        f"{meant} Allowed: {', '.join(allowed)}. Then run: samplestore config show"
+    )
+
+
+def _from_file(path: Path | None) -> dict[str, tuple[Any, str]]:
+    if path is None:
+        return {}
+    tables = _read(path)
+    found = {"db": url} if (url := tables.get("database", {}).get("url")) else {}
+    return {name: (value, f"file {path}") for name, value in {**found, **tables.get("worker", {})}.items()}
+
+
+def _from_env() -> dict[str, tuple[Any, str]]:
+    known = {f"{ENV_WORKER}{name.upper()}": name for name in WorkerConfig.model_fields}
+    seen: dict[str, list[str]] = {}
+    for variable in sorted(os.environ):
+        if variable.startswith(ENV_WORKER):
+            head = variable.split("__", 1)[0]
+            if head not in known or ("__" in variable and known[head] != "sampling"):
+                raise _unknown_variable(variable, known)
+            seen.setdefault(known[head], []).append(variable)
+    if isinstance(whole := os.environ.get(f"{ENV_WORKER}SAMPLING"), str):
+        _json_table(whole, f"env {ENV_WORKER}SAMPLING")
+    values = EnvSettingsSource(WorkerConfig)()
+    nested = {v.split("__", 1)[1].lower() for v in seen.get("sampling", []) if "__" in v}
+    for key in nested & set(values.get("sampling", {})):
+        values["sampling"][key] = _json_or_text(values["sampling"][key])
+    found = {name: (values[name], f"env {', '.join(seen[name])}") for name in seen if name in values}
+    if "db" not in found and (url := os.environ.get(ENV_DATABASE)):
+        found["db"] = (url, f"env {ENV_DATABASE}")
+    return found
+
+
+def _unknown_variable(variable: str, known: Mapping[str, str]) -> ConfigError:
+    close = get_close_matches(variable, known, n=1)
+    meant = f" Did you mean {close[0]}?" if close else ""
+    return ConfigError(
+        f"environment: unknown variable {variable}.{meant} Allowed after {ENV_WORKER}: "
+        f"{', '.join(name.upper() for name in known.values())}. Remove it with: unset {variable}"
+    )
+
+
+def _json_or_text(value: Any) -> Any:
+    """0.7 of SAMPLESTORE_WORKER_SAMPLING__TEMPERATURE=0.7: a number, since engines refuse "0.7"."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _json_table(text: str, source: str) -> dict[str, Any]:
+    example = "Write it like: '{\"top_p\": 0.9}'. See all settings with: samplestore config show"
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"sampling ({source}) is no JSON: {error}. {example}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"sampling ({source}) must be a JSON object, not {text[:100]}. {example}")
+    return value
+
+
+def _explained(error: ValidationError, origin: Mapping[str, str]) -> ConfigError:
+    told = []
+    for problem in error.errors(include_url=False, include_context=False):
+        place = problem["loc"]
+        name = str(place[0]) if place else "sampling"
+        said = problem["msg"]
+        if said.startswith("Input should be "):
+            said = "must be " + said.removeprefix("Input should be ")
+        shown = f" = {problem['input']!r}"[:200] if len(place) == 1 else ""
+        told.append(f"{name}{shown} ({origin.get(name, 'default')}): {said.removeprefix('Value error, ')}")
+    return ConfigError(mask("; ".join(dict.fromkeys(told))) + ". See all settings with: samplestore config show")

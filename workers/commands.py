@@ -1,0 +1,151 @@
+"""`samplestore worker` and `samplestore engine`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+EXIT_SECOND_SIGNAL = 130
+
+
+def worker(
+    db: Annotated[str | None, typer.Option(help="database: a SQLite file or postgresql://...")] = None,
+    run: Annotated[str | None, typer.Option(help="run to work for; the only or newest one if left out")] = None,
+    router: Annotated[str | None, typer.Option(help="sglang-router URL")] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="engine URL, without a router; may be repeated")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="samples in flight")] = None,
+    mode: Annotated[str | None, typer.Option(help="stream | sliced | unary")] = None,
+    slice_tokens: Annotated[int | None, typer.Option(help="tokens of a request in mode sliced")] = None,
+    flush_tokens: Annotated[int | None, typer.Option(help="store a segment after this many tokens")] = None,
+    flush_seconds: Annotated[float | None, typer.Option(help="or after this many seconds")] = None,
+    reward: Annotated[str | None, typer.Option(help="module:function, file.py:function, math or reasoning_gym")] = None,
+    reward_processes: Annotated[int | None, typer.Option(help="processes that run the reward function")] = None,
+    reward_timeout_s: Annotated[float | None, typer.Option(help="seconds after which a verifier is killed")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="model folder; needed to decode text for rewards")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="response budget; the run's if left out")] = None,
+    sampling: Annotated[str | None, typer.Option(help="JSON object of SGLang sampling parameters")] = None,
+    update_engines: Annotated[bool | None, typer.Option(help="bring engines to the current weights")] = None,
+    drain_timeout_s: Annotated[float | None, typer.Option(help="seconds that a stop waits for partials")] = None,
+    exit_when_done: Annotated[bool | None, typer.Option(help="leave when all prompts are used up")] = None,
+    name: Annotated[str | None, typer.Option(help="shown in the dashboard")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file; ./samplestore.toml if it is there")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug | info | warning | error")] = None,
+    log_format: Annotated[str | None, typer.Option(help="text | json")] = None,
+) -> None:
+    """Generate: claim samples, drive engines, store segments, score.
+
+    SIGTERM or Ctrl-C stores what is in flight, gives it back and exits 0; a second one exits at once.
+    """
+    from samplestore.config import load_worker_config
+    from samplestore.logs import setup_logging
+
+    given = {key: value for key, value in locals().items() if key in _FLAGS and value is not None}
+    if engine:
+        given["engines"] = engine
+    settings = load_worker_config(config, given)
+    setup_logging(settings.log_level, settings.log_format)
+    raise typer.Exit(run_worker(settings))
+
+
+_FLAGS = frozenset(
+    "db run router concurrency mode slice_tokens flush_tokens flush_seconds reward reward_processes reward_timeout_s "
+    "tokenizer max_new_tokens sampling update_engines drain_timeout_s exit_when_done name log_level log_format".split()
+)
+
+
+def run_worker(settings: Any) -> int:
+    """Open the store and work until told to stop. Returns the exit code. Raises SampleStoreError."""
+    import samplestore
+    from samplestore.errors import SampleStoreError
+    from samplestore.workers.rewards import RewardPool
+    from samplestore.workers.rollout import RolloutWorker
+    from samplestore.workers.scoring import STAGE, Scorer
+
+    if not settings.router and not settings.engines:
+        raise SampleStoreError("no engines to drive. Say --router http://HOST:PORT or --engine http://HOST:PORT")
+    with samplestore.open(settings.db, create=False) as store:
+        run = store.existing_run(settings.run)
+        scorer_of = None
+        if settings.reward:
+            if STAGE not in run.settings.stages:
+                raise SampleStoreError(
+                    f"run {run.name!r} has no reward stage, so --reward would never be asked. "
+                    "Make the run with: samplestore add-prompts FILE --stages reward --run NEW_NAME"
+                )
+            if not settings.tokenizer:
+                raise SampleStoreError("--reward needs the model's tokenizer to decode text. Say --tokenizer DIR")
+            tokenizer = _tokenizer(settings.tokenizer)
+            pool = RewardPool(
+                settings.reward, processes=settings.reward_processes, timeout_s=settings.reward_timeout_s,
+                memory_mb=settings.reward_memory_mb,
+            )  # fmt: skip
+            scorer_of = lambda write: Scorer(pool, tokenizer, write)  # noqa: E731
+        return asyncio.run(_with_signals(RolloutWorker(run, settings, scorer_of)))
+
+
+def _tokenizer(path: str) -> Any:
+    from samplestore.tokenizers import load_tokenizer
+
+    return load_tokenizer(path)
+
+
+async def _with_signals(rollout: Any) -> int:
+    loop, seen = asyncio.get_running_loop(), [0]
+
+    def on_signal(number: int) -> None:
+        seen[0] += 1
+        if seen[0] > 1:
+            print("second signal: leaving at once", file=sys.stderr, flush=True)
+            os._exit(EXIT_SECOND_SIGNAL)
+        rollout.stop(f"worker got {signal.Signals(number).name}")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return int(await rollout.run_forever())
+
+
+def engine(
+    model: Annotated[str, typer.Option(help="folder with config.json and *.safetensors")],
+    host: Annotated[str, typer.Option()] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 picks a free port")] = 30000,
+    weight_version: Annotated[str, typer.Option(help="label of the weights it starts with")] = "default",
+    max_running: Annotated[int, typer.Option(help="requests decoded at once")] = 32,
+    max_queued_requests: Annotated[int | None, typer.Option(help="more waiting requests are refused")] = None,
+    max_total_tokens: Annotated[int | None, typer.Option(help="key/value memory in tokens")] = None,
+    context_length: Annotated[int | None, typer.Option(help="tokens; the model's if left out")] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads of the model")] = 1,
+    dtype: Annotated[str, typer.Option(help="float32 | bfloat16")] = "float32",
+    incremental_streaming_output: Annotated[bool, typer.Option(help="stream deltas")] = True,
+    stream_interval: Annotated[int, typer.Option(help="tokens of a stream chunk")] = 8,
+    decode_interval: Annotated[float, typer.Option(help="least seconds of a decoding step, to pace it")] = 0.0,
+    access_log: Annotated[bool, typer.Option(help="a line for each HTTP request")] = False,
+) -> None:
+    """Serve a Hugging Face model on the CPU with SGLang's native protocol.
+
+    For laptops, tests and the demo. SIGTERM drains and exits 0.
+    """
+    from samplestore.errors import MissingExtra, SampleStoreError
+
+    try:
+        from samplestore.workers.cpu_engine import serve_options
+        from samplestore.workers.cpu_engine.options import EngineOptions
+    except ImportError:
+        raise MissingExtra("samplestore engine", "engine") from None
+    try:
+        serve_options(
+            EngineOptions(
+                model=model, host=host, port=port, weight_version=weight_version, max_running=max_running,
+                max_queued_requests=max_queued_requests, max_total_tokens=max_total_tokens,
+                context_length=context_length, threads=threads, dtype=dtype,
+                incremental_streaming_output=incremental_streaming_output, stream_interval=stream_interval,
+                decode_interval_s=decode_interval, access_log=access_log,
+            )
+        )  # fmt: skip
+    except ValueError as error:
+        raise SampleStoreError(str(error)) from None

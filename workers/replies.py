@@ -1,0 +1,181 @@
+"""What engines answer, turned into exact, non-overlapping deltas.
+
+SGLang's stream chunks are cumulative, incremental or a mixture of both, by release and flag; chunks coalesce, and
+after a retraction and an abort the last one repeats a token. One number is right in all of them: completion_tokens.
+So the new tokens of a chunk are its last `completion_tokens - seen` ids and log-probs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from samplestore.errors import SampleStoreError
+
+MAX_EVENT_BYTES = 64 * 1024 * 1024
+MAX_NEW_TOKENS_A_CHUNK = 1_000_000
+
+
+class EngineError(SampleStoreError):
+    """An engine or router that did not do what was asked.
+
+    kind  "unreachable" (no answer, or cut off), "busy" (try later), "refused" (this request is wrong),
+          "broken" (the answer breaks the protocol)
+    """
+
+    def __init__(self, kind: str, message: str, status: int | None = None) -> None:
+        self.kind, self.status, self.message = kind, status, message[:2000]
+        shown = f" (HTTP {status})" if status else ""
+        super().__init__(f"engine {kind}{shown}: {self.message}")
+
+
+def parse_json(data: bytes) -> Any:
+    """JSON as engines write it. orjson is fast; some engines write NaN, which only the standard parser takes."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(data)
+        except ValueError as error:
+            raise EngineError("broken", f"not JSON: {data[:200]!r}") from error
+
+
+def error_of(body: Any, status: int) -> EngineError:
+    """The four shapes of error bodies: {"error": {"message"}}, {"error": "text"}, {"message", "code"}, and pydantic's
+    {"detail"}."""
+    message = ""
+    if isinstance(body, dict):
+        inner = body.get("error")
+        if isinstance(inner, dict):
+            message = str(inner.get("message", ""))
+            status = int(inner["code"]) if isinstance(inner.get("code"), int) else status
+        else:
+            message = str(inner or body.get("message") or body.get("detail") or "")
+    message = message or str(body)[:500]
+    if status in (408, 429, 502, 503, 504) or "queue is full" in message:
+        return EngineError("busy", message, status)
+    if 400 <= status < 500:
+        return EngineError("refused", message, status)
+    return EngineError("unreachable", message, status)
+
+
+@dataclass(slots=True)
+class Delta:
+    """New tokens of a reply: ids [n], log-probs [n] (None: the engine sent none), the label they were sent under."""
+
+    ids: list[int]
+    logprobs: list[Any] | None
+    label: str | None
+
+
+@dataclass(slots=True)
+class Totals:
+    """What is known of a reply so far."""
+
+    completion_tokens: int = 0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    retractions: int | None = None
+    e2e_s: float | None = None
+    queue_s: float | None = None
+    finish_reason: str | None = None
+    finish_message: str | None = None
+    label: str | None = None
+    spans: list[dict[str, Any]] | None = None
+
+
+class ReplyReader:
+    """Feeds on parsed chunks of one request (a unary answer is a single chunk)."""
+
+    def __init__(self) -> None:
+        self.totals = Totals()
+
+    def feed(self, chunk: Any) -> Delta:
+        """The chunk's new tokens. Raises EngineError where it contradicts itself or carries an error."""
+        if not isinstance(chunk, dict):
+            raise EngineError("broken", f"a chunk is {type(chunk).__name__}, not an object")
+        if "error" in chunk:
+            raise error_of(chunk, 500)
+        meta = chunk.get("meta_info")
+        if not isinstance(meta, dict):
+            raise EngineError("broken", "a chunk has no meta_info")
+        reason = self._finish(meta)
+        ids, logprobs = chunk.get("output_ids") or [], meta.get("output_token_logprobs")
+        seen = self.totals.completion_tokens
+        total = meta.get("completion_tokens")
+        if total is None:  # aborted while queued: no counts, no lists
+            total = seen if reason == "abort" else len(ids)
+        if not isinstance(total, int) or total < seen or total - seen > MAX_NEW_TOKENS_A_CHUNK:
+            raise EngineError("broken", f"completion_tokens went from {seen} to {total!r}")
+        new = total - seen
+        self._note(meta, total)
+        if new == 0:
+            return Delta([], [], self.totals.label)
+        if not isinstance(ids, list) or len(ids) < new:
+            raise EngineError("broken", f"{new} new tokens by completion_tokens, but {len(ids)} output_ids")
+        return Delta(ids[-new:], _logprobs(logprobs, ids[-new:]), self.totals.label)
+
+    def _finish(self, meta: dict[str, Any]) -> str | None:
+        reason = meta.get("finish_reason")
+        if reason is None:
+            return None
+        kind = reason.get("type") if isinstance(reason, dict) else reason
+        if isinstance(reason, dict) and kind == "abort" and reason.get("status_code") not in (None, 200):
+            raise error_of({"message": reason.get("message", "")}, int(reason["status_code"]))
+        self.totals.finish_reason = str(kind)[:40]
+        self.totals.finish_message = str(reason.get("message", ""))[:500] if isinstance(reason, dict) else None
+        return self.totals.finish_reason
+
+    def _note(self, meta: dict[str, Any], total: int) -> None:
+        t = self.totals
+        t.completion_tokens = total
+        for name, key in (("prompt_tokens", "prompt_tokens"), ("cached_tokens", "cached_tokens")):
+            if isinstance(meta.get(key), int):
+                setattr(t, name, meta[key])
+        retractions = meta.get("num_retractions", meta.get("total_retractions"))
+        t.retractions = retractions if isinstance(retractions, int) else t.retractions
+        for name, key in (("e2e_s", "e2e_latency"), ("queue_s", "queue_time")):
+            if isinstance(meta.get(key), int | float):
+                setattr(t, name, float(meta[key]))
+        if isinstance(meta.get("weight_version"), str):
+            t.label = meta["weight_version"][:200]
+        if isinstance(meta.get("weight_versions"), list):
+            t.spans = meta["weight_versions"]
+
+
+def _logprobs(entries: Any, ids: list[int]) -> list[Any] | None:
+    """The log-probs of `ids`, unchecked values included: the store refuses null and NaN and names the position."""
+    if entries is None or entries == []:
+        return None
+    if not isinstance(entries, list) or len(entries) < len(ids):
+        raise EngineError("broken", f"{len(ids)} new tokens, but {len(entries)} output_token_logprobs")
+    values = []
+    for position, (entry, id) in enumerate(zip(entries[-len(ids) :], ids, strict=True)):
+        if not isinstance(entry, list | tuple) or len(entry) < 2:
+            raise EngineError("broken", f"log-prob entry {position} is {entry!r}")
+        if entry[1] != id:
+            raise EngineError("broken", f"log-prob entry {position} is of token {entry[1]!r}, output_ids has {id!r}")
+        values.append(entry[0])
+    return values
+
+
+class EventSplitter:
+    """Server-sent events from a byte stream: yields the data of each complete event."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        self._buffer += data
+        if len(self._buffer) > MAX_EVENT_BYTES:
+            raise EngineError("broken", f"a stream event of more than {MAX_EVENT_BYTES} bytes")
+        while (end := self._buffer.find(b"\n\n")) >= 0:
+            event = bytes(self._buffer[:end])
+            del self._buffer[: end + 2]
+            for line in event.splitlines():
+                if line.startswith(b"data:"):
+                    yield line[5:].strip()
