@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ WAL_PAGES = 8192  # 32 MiB before a checkpoint: the default 4 MiB makes one appe
 RETRY_SQLSTATES = {"40001", "40P01"}  # serialization failure, deadlock
 LOCK_TIMEOUT_SQLSTATE = "55P03"
 MAX_CONFLICT_RETRIES = 20
+_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")  # an escaped NUL; not the text "\\u0000", whose backslash is escaped
 
 
 def sqlite_module() -> Any:
@@ -211,8 +213,7 @@ class Database:
 
 def strict_json(value: Any) -> str:
     """JSON that both databases take: no NaN, and no NUL (PostgreSQL refuses it)."""
-    text = json.dumps(value, allow_nan=False)
-    return text.replace("\\u0000", "\\ufffd") if "\\u0000" in text else text
+    return _NUL.sub(r"\1\\ufffd", json.dumps(value, allow_nan=False))
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+
+from tests.support.router import Router
 
 from .conftest import RunningEngine
 
@@ -92,16 +97,16 @@ async def test_streams_say_the_same_as_the_unary_answer(
     cumulative = [chunk async for chunk in chunks(http, engine.url, body)]
     assert cumulative[-1]["output_ids"] == unary["output_ids"]
     assert cumulative[-1]["text"] == unary["text"]
-    for before, after in zip(cumulative, cumulative[1:], strict=False):
+    for before, after in itertools.pairwise(cumulative):
         assert after["text"].startswith(before["text"])
         assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
         assert before["meta_info"]["finish_reason"] is None
         assert "weight_versions" not in before["meta_info"]
     incremental = engine_factory(tiny_model, "--incremental-streaming-output", "--stream-interval", "4")
     parts = [chunk async for chunk in chunks(http, incremental.url, body)]
-    assert sum((part["output_ids"] for part in parts), []) == unary["output_ids"]
+    assert [token for part in parts for token in part["output_ids"]] == unary["output_ids"]
     assert "".join(part["text"] for part in parts) == unary["text"]
-    logprobs = sum((part["meta_info"]["output_token_logprobs"] for part in parts), [])
+    logprobs = [entry for part in parts for entry in part["meta_info"]["output_token_logprobs"]]
     assert [entry[1] for entry in logprobs] == unary["output_ids"]
     assert parts[-1]["meta_info"]["completion_tokens"] == 40
     assert len(parts) < 20
@@ -173,7 +178,7 @@ async def test_batches(engine: RunningEngine, http: aiohttp.ClientSession) -> No
 
 
 async def test_abort_takes_exactly_one_rid(engine: RunningEngine, http: aiohttp.ClientSession) -> None:
-    tasks = {rid: asyncio.create_task(post(http, f"{engine.url}/generate", job(rid, 300))) for rid in ("x1", "x10")}
+    tasks = {rid: asyncio.create_task(post(http, f"{engine.url}/generate", job(rid, 700))) for rid in ("x1", "x10")}
     await until(http, engine.url, lambda state: state["running_requests"] == 2)
     status, body = await post(http, f"{engine.url}/generate", job("x1"))
     assert status == 400
@@ -183,8 +188,8 @@ async def test_abort_takes_exactly_one_rid(engine: RunningEngine, http: aiohttp.
     _, aborted = await tasks["x1"]
     _, complete = await tasks["x10"]
     assert aborted["meta_info"]["finish_reason"]["type"] == "abort"
-    assert len(aborted["output_ids"]) == len(aborted["meta_info"]["output_token_logprobs"]) < 300
-    assert len(complete["output_ids"]) == 300
+    assert len(aborted["output_ids"]) == len(aborted["meta_info"]["output_token_logprobs"]) < 700
+    assert len(complete["output_ids"]) == 700
 
 
 async def test_queued_abort_and_pause(engine: RunningEngine, http: aiohttp.ClientSession) -> None:
@@ -248,7 +253,7 @@ async def test_weight_updates(
         assert (info["weight_version"], info["model_path"], info["is_generation"]) == ("v1", str(tiny_model_v1), True)
     _, after = await post(http, f"{engine.url}/generate", greedy)
     assert after["output_ids"] != before["output_ids"]
-    running = asyncio.create_task(post(http, f"{engine.url}/generate", job("inplace", 200)))
+    running = asyncio.create_task(post(http, f"{engine.url}/generate", job("inplace", 400)))
     await until(http, engine.url, lambda state: state["running_requests"] == 1)
     await post(http, f"{engine.url}/pause_generation", {"mode": "in_place"})
     _, answer = await post(http, update, {"model_path": str(tiny_model), "weight_version": "v2"})
@@ -256,11 +261,17 @@ async def test_weight_updates(
     await post(http, f"{engine.url}/continue_generation")
     spans = (await running)[1]["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == ["v1", "v2"]
-    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 200)
+    assert (spans[0]["start"], spans[0]["end"], spans[1]["end"]) == (0, spans[1]["start"], 400)
     await post(http, update, {"model_path": str(tiny_model_v1)})
     assert (await get(http, f"{engine.url}/model_info"))[1]["weight_version"] == "v2"
     await post(http, f"{engine.url}/update_weight_version", {"new_version": "v3"})
     assert (await get(http, f"{engine.url}/model_info"))[1]["weight_version"] == "v3"
+    running = asyncio.create_task(post(http, f"{engine.url}/generate", job("frozen", 400)))
+    await until(http, engine.url, lambda state: state["running_requests"] == 1)
+    await post(http, f"{engine.url}/pause_generation", {"mode": "in_place"})
+    engine.process.terminate()
+    assert (await running)[1]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert await asyncio.to_thread(engine.process.wait, 30) == 0
 
 
 async def test_sigterm_finishes_what_is_running(
@@ -269,7 +280,7 @@ async def test_sigterm_finishes_what_is_running(
     engine = engine_factory(
         tiny_model, "--decode-interval", "0.005", "--max-running", "1", "--max-queued-requests", "1"
     )
-    running = asyncio.create_task(post(http, f"{engine.url}/generate", job("a", 150)))
+    running = asyncio.create_task(post(http, f"{engine.url}/generate", job("a", 400)))
     await until(http, engine.url, lambda state: state["running_requests"] == 1)
     queued = asyncio.create_task(post(http, f"{engine.url}/generate", job("b", 5)))
     await until(http, engine.url, lambda state: state["waiting_requests"] == 1)
@@ -278,7 +289,7 @@ async def test_sigterm_finishes_what_is_running(
     [chunk] = [chunk async for chunk in chunks(http, engine.url, job("d", stream=True))]
     assert chunk["meta_info"]["finish_reason"]["status_code"] == 503
     engine.process.terminate()
-    assert len((await running)[1]["output_ids"]) == 150
+    assert len((await running)[1]["output_ids"]) == 400
     assert len((await queued)[1]["output_ids"]) == 5
     assert await asyncio.to_thread(engine.process.wait, 30) == 0
 
@@ -313,3 +324,42 @@ async def test_zero_new_tokens_scores_the_prompt(engine: RunningEngine, http: ai
     assert scores[0][0] is None
     assert all(entry[0] < 0 for entry in scores[1:])
     assert [entry and len(entry) for entry in answer["meta_info"]["input_top_logprobs"]] == [None, 2, 2, 2]
+
+
+@pytest.mark.parametrize("content", ["nothing", "no weights"])
+def test_a_folder_that_cannot_be_served_is_named(content: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    if content == "no weights":
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    command = [sys.executable, "-m", "samplestore.workers.cpu_engine", "--model", str(folder), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2
+    assert str(folder) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+async def test_behind_the_real_router(
+    engine: RunningEngine,
+    engine_factory: Callable[..., RunningEngine],
+    tiny_model: Path,
+    router: Router,
+    http: aiohttp.ClientSession,
+) -> None:
+    second = engine_factory(tiny_model, "--weight-version", "v0")
+    for url in (engine.url, second.url):
+        await asyncio.to_thread(router.add_worker, url)
+    body = job("routed", 12, sampling_seed=5)
+    answers = [await post(http, f"{router.url}/generate", body) for _ in range(2)]
+    for status, answer in answers:
+        assert status == 200
+        assert answer["meta_info"]["id"] == "routed"
+        assert len(answer["meta_info"]["output_token_logprobs"]) == 12
+    assert answers[0][1]["output_ids"] == answers[1][1]["output_ids"]
+    last = [chunk async for chunk in chunks(http, router.url, {**body, "stream": True})][-1]
+    assert last["output_ids"] == answers[0][1]["output_ids"]
+    assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 12}
+    status, answer = await post(http, f"{router.url}/generate", {**body, "input_ids": [9999]})
+    assert (status, "input_ids" in answer["error"]["message"]) == (400, True)
+    # Both engines were used: the policy is round robin.
+    assert (await internal(http, second.url))["finished_requests_total"] >= 1

@@ -213,12 +213,12 @@ def build(url: str, folder: Path, *, seed: int = 3, heartbeat_ttl_s: float = 30.
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     with samplestore.open(url) as store:
         run = store.run(
-            RUN, samples_per_prompt=4, groups_per_step=4, max_staleness=2, stages=("reward",), max_attempts=2, seed=seed,
-            heartbeat_ttl_s=heartbeat_ttl_s, max_new_tokens=1024, sampling={"temperature": 1.0, "top_p": 0.95},
+            RUN, samples_per_prompt=4, groups_per_step=4, max_staleness=2, stages=("reward",), max_attempts=2,
+            seed=seed, heartbeat_ttl_s=heartbeat_ttl_s, sampling={"temperature": 1.0, "top_p": 0.95},
         )  # fmt: skip
         rng = random.Random(seed)
         rows: list[dict[str, Any]] = [{"prompt": HOSTILE_PROMPT, "label": "4", "metadata": {"hostile": True}}]
-        for i in range(39):
+        for i in range(23):
             text, name, apples, boxes, eaten = _question(rng, i)
             known = {"name": name, "apples": apples, "boxes": boxes, "eaten": eaten}
             rows.append({"prompt": text, "label": str(apples * boxes - eaten), "metadata": known})
@@ -317,6 +317,8 @@ def _leave_in_the_middle(b: _Builder) -> None:
             b.generate(claim, b.rng.randint(5, 40))
             # still held: its stored tokens are in flight
     b.score(18)
+    for worker in (*b.workers, b.trainer):
+        b.run.heartbeat(worker)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 
 import torch
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 from transformers.utils.logging import disable_progress_bar
 
 from .checkpoint import eos_token_ids, load_model, load_tokenizer
@@ -74,6 +75,7 @@ async def _run(
     log = logging.getLogger("aiohttp.access") if options.access_log else None
     if log is not None:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    logging.getLogger("aiohttp.server").addFilter(_wanted)
     web_runner = web.AppRunner(app, handler_cancellation=True, access_log=log, shutdown_timeout=5.0)
     await web_runner.setup()
     site = web.TCPSite(web_runner, options.host, options.port, backlog=1024)
@@ -91,6 +93,11 @@ async def _run(
         await web_runner.cleanup()
         scheduler.close()
         await steps
+
+
+def _wanted(record: logging.LogRecord) -> bool:
+    # sglang-router first speaks HTTP/2 to every engine; a traceback per attempt would look like an engine failure.
+    return not (record.exc_info and isinstance(record.exc_info[1], BadHttpMessage))
 
 
 class _Signals:

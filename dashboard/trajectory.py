@@ -1,0 +1,240 @@
+"""A trajectory: which tokens were written under which weights, and what happened to the sample meanwhile.
+
+The address names it: ?run=NAME&sample=GROUP/INDEX, with /INCARNATION for a former life. The page never moves by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import streamlit as st
+
+from samplestore.dashboard import frame, look, parts, source, tokenview
+from samplestore.queries import browse
+from samplestore.queries.trajectory import Trajectory
+from samplestore.run import Run
+
+PAGE_TOKENS = 2000
+GROUPS_SHOWN = 15
+NAME = re.compile(r"(\d{1,18})/(\d{1,9})(?:/(\d{1,9}))?")
+MAX_BADGES = 24
+
+
+def page() -> None:
+    of = frame.open_run()
+    asked = st.query_params.get("sample", "")
+    name = parse(asked)
+    if asked and name is None:
+        text = f"{asked[:60]!r} does not name one; use ?sample=GROUP/INDEX, for example ?sample=0/3"
+        frame.show_problem(source.Problem("other", "There is no such sample", text))
+    if name is None:
+        latest = browse.recent(of.database, of.id, 60)
+        if not latest:
+            st.html('<div class="ss"><div class="ss-empty">No sample has tokens yet. They appear here as soon as a '
+                    "worker stores the first segment (samplestore worker).</div></div>")  # fmt: skip
+            return
+        # One that spans weights shows most.
+        chosen = max(latest, key=lambda r: (r["version_max"] or 0) - (r["version_min"] or 0))
+        name = (chosen["group"], chosen["index"], None)
+    _choose(of, name)
+    _show(of, name)
+
+
+def parse(text: str) -> tuple[int, int, int | None] | None:
+    """(group, index, incarnation or None) of "GROUP/INDEX[/INCARNATION]"; None for anything else."""
+    found = NAME.fullmatch(text)
+    if found is None:
+        return None
+    return int(found[1]), int(found[2]), None if found[3] is None else int(found[3])
+
+
+def _go(group: int, index: int) -> None:
+    st.query_params["sample"] = f"{group}/{index}"
+    st.query_params.pop("at", None)
+
+
+def _choose(of: Run, name: tuple[int, int, int | None]) -> None:
+    """Group and sample as numbers; a table to browse, which opens by itself only when asked."""
+    group, index, _ = name
+    siblings = browse.samples(of.database, of.id, group)
+    numbers, sample, table = st.columns([1, 4, 1.2], vertical_alignment="bottom")
+    wanted = numbers.number_input("Group", min_value=0, value=group, step=1, key=f"group-{group}-{index}")
+    if wanted != group:
+        _go(int(wanted), 0)
+        st.rerun()
+    indexes = [s["index"] for s in siblings]
+    if indexes:
+        marks = {"completed": "✓", "truncated": "✂", "failed": "✗", "aborted": "⏸", "pending": "…"}
+        told = {s["index"]: f"{s['index']} {'▶' if s['in_flight'] else marks[s['status']]}" for s in siblings}
+        picked = sample.segmented_control(
+            "Sample", indexes, default=index if index in indexes else indexes[0], key=f"sample-{group}-{index}",
+            format_func=lambda i: told.get(i, str(i)), required=True,
+            help="✓ completed  ✂ truncated  ✗ failed  ⏸ aborted, resumable  ▶ in flight  … pending",
+        )  # fmt: skip
+        if picked is not None and picked != index:
+            _go(group, picked)
+            st.rerun()
+    with table.popover("Browse groups", width="stretch"):
+        _browse(of)
+
+
+def _browse(of: Run) -> None:
+    """Groups, newest first, by keyset: the page after a million groups costs what the first one costs."""
+    below = st.session_state.get("groups_below")
+    rows = browse.groups(of.database, of.id, below=below, limit=GROUPS_SHOWN + 1)
+    older, shown = len(rows) > GROUPS_SHOWN, rows[:GROUPS_SHOWN]
+    cells = [
+        [
+            parts.link("trajectory", str(r["number"]), run=of.name, sample=f"{r['number']}/0"), look.esc(r["state"]),
+            f"{r['n_samples'] - r['n_open']}/{r['n_samples']}", "–" if r["staleness"] is None else str(r["staleness"]),
+            "–" if r["reward_mean"] is None else f"{r['reward_mean']:.2f} ± {r['reward_std'] or 0:.2f}",
+            look.line(r["reason"] or "", 60),
+        ]
+        for r in shown
+    ]  # fmt: skip
+    columns = [("group", "r"), ("state", "n"), ("finished", "r"), ("staleness", "r"), ("reward", "r"), ("reason", "")]
+    st.html(f'<div class="ss">{parts.table(columns, cells)}</div>')
+    with st.container(horizontal=True):
+        if st.button("Newest", disabled=below is None):
+            st.session_state.pop("groups_below", None)
+            st.rerun()
+        if st.button("Older", disabled=not older):
+            st.session_state["groups_below"] = shown[-1]["number"]
+            st.rerun()
+
+
+def _show(of: Run, name: tuple[int, int, int | None]) -> None:
+    start = st.query_params.get("at", "")
+    try:
+        found: Trajectory | None = source.read_trajectory(
+            of, *name, int(start) if start.isdecimal() and len(start) < 16 else None, PAGE_TOKENS
+        )
+    except ValueError as error:
+        raise source.Problem("other", "This sample can't be shown", str(error)) from error
+    if found is None:
+        text = f"Run {of.name} has no sample {name[0]}/{name[1]}. Choose another group or sample above."
+        raise source.Problem("other", "There is no such sample", text)
+    st.html(summary(found))
+    if not found.n_response:
+        where = "under this incarnation" if found.incarnation != found.sample["incarnation"] else "yet"
+        st.html(
+            f'<div class="ss"><div class="ss-empty">No token was generated {where}; this is its prompt.</div></div>'
+        )
+    _tokens(found)
+    left, right = st.columns([1.15, 1], gap="large")
+    left.html(segments(found))
+    right.html(events(found))
+
+
+def _tokens(t: Trajectory) -> None:
+    decoder, why_not = source.tokenizer()
+    keys, control = st.columns([3, 1.1], vertical_alignment="center")
+    keys.html(legend(t))
+    by = control.segmented_control(
+        "Colour by", [tokenview.BY_VERSION, tokenview.BY_LOGPROB], default=tokenview.BY_VERSION, key="colour",
+        bind="query-params", required=True, label_visibility="collapsed",
+    )  # fmt: skip
+    if t.n_tokens > PAGE_TOKENS:
+        pages, at = -(-t.n_tokens // PAGE_TOKENS), t.tokens.start // PAGE_TOKENS
+        with st.container(horizontal=True, vertical_alignment="center"):
+            if st.button("◂ earlier", disabled=at == 0):
+                st.query_params["at"] = str((at - 1) * PAGE_TOKENS)
+                st.rerun()
+            if st.button("later ▸", disabled=at + 1 >= pages):
+                st.query_params["at"] = str((at + 1) * PAGE_TOKENS)
+                st.rerun()
+            last = t.tokens.start + t.tokens.ids.size
+            st.html(
+                f'<div class="ss dim">tokens {look.count(t.tokens.start + 1)} to {look.count(last)} of '
+                f"{look.count(t.n_tokens)}, prompt included</div>"
+            )
+    st.html(tokenview.render(t, decoder, by or tokenview.BY_VERSION))
+    if why_not:
+        st.html(f'<div class="ss dim">{look.line(why_not, 400)}</div>')
+
+
+def summary(t: Trajectory) -> str:
+    s = t.sample
+    status = "in flight" if s["owner"] is not None else s["status"]
+    versions = "–" if s["version_min"] is None else look.version_key(s["version_min"])
+    if s["version_max"] is not None and s["version_max"] != s["version_min"]:
+        versions += " → " + look.version_key(s["version_max"])
+    lag = "unknown" if s["staleness"] is None else f"{s['staleness']} behind"
+    facts = [
+        ("status", look.esc(status) + (f" ({look.line(s['finish_reason'], 40)})" if s["finish_reason"] else "")),
+        ("weights", versions),
+        ("staleness now", lag if s["n_loss_tokens"] else "no trained tokens"),
+        ("reward", "–" if s["reward"] is None else f"{s['reward']:.3f}"),
+        ("prompt", f"{look.count(t.n_prompt)} tokens"),
+        ("response", f"{look.count(t.n_response)} tokens, {look.count(s['n_loss_tokens'])} trained on"),
+        ("aborts, resumes", f"{s['n_aborts']}, {s['n_resumes']}"),
+        ("group", f"{t.group['number']}: {look.esc(t.group['state'])}"
+                  + (f" ({look.line(t.group['reason'], 60)})" if t.group["reason"] else "")),
+        ("mean log-prob", f"{s['logprob_sum'] / s['n_loss_tokens']:.3f}" if s["n_loss_tokens"] else "–"),
+    ]  # fmt: skip
+    made = "".join(f'<span><span class="dim">{k}</span> <b>{v}</b></span>' for k, v in facts)
+    extra = ""
+    if t.incarnation != s["incarnation"]:
+        extra = f'<div class="warn">▲ A former life (incarnation {t.incarnation}); its tokens are superseded.</div>'
+    elif s["incarnation"]:
+        extra = (
+            f'<div class="dim">Incarnation {s["incarnation"]}: it was started afresh; '
+            "add /0 to the sample in the address for the first.</div>"
+        )
+    if s["error"]:
+        extra += f'<div class="bad">■ {look.line(s["error"], 400)}</div>'
+    if s["parent_upto"]:
+        extra += (
+            f'<div class="dim">It shares its first {look.count(s["parent_upto"])} tokens with another sample.</div>'
+        )
+    return f'<div class="ss"><div class="ss-legend" style="font-size:.88rem">{made}</div>{extra}</div>'
+
+
+def legend(t: Trajectory) -> str:
+    versions = sorted({s.version_min for s in t.spans if s.kind == "generated" and s.version_min is not None})
+    keys = " ".join(look.version_key(v) for v in versions[:MAX_BADGES])
+    if len(versions) > MAX_BADGES:
+        keys += f" and {len(versions) - MAX_BADGES} more"
+    unknown = any(s.kind == "generated" and s.version_min is None for s in t.spans)
+    return (
+        f'<div class="ss dim">{keys} {look.version_key(None) if unknown else ""} &nbsp;each version has its own colour and '
+        "underline; the prompt is dim, what is not trained on has a dotted frame; point at a token for its details</div>"
+    )
+
+
+def segments(t: Trajectory) -> str:
+    rows = []
+    for s in t.spans[:200]:
+        generated = s.kind == "generated"
+        mean = "–" if s.logprob_sum is None else f"{s.logprob_sum / s.n_tokens:.3f}"
+        seq = str(s.first_seq) if s.first_seq == s.last_seq else f"{s.first_seq}–{s.last_seq}"
+        rows.append(
+            [
+                seq, look.version_key(s.version_min, s.version_max) if generated else "–",
+                look.esc(s.kind) + ("" if s.loss else ", masked"), look.line(s.engine or "–", 60), look.count(s.n_tokens),
+                mean, look.line(s.finish_reason or "–", 40), look.clock(s.last_at),
+            ]
+        )  # fmt: skip
+    note = "neighbouring flushes are merged"
+    if t.spans_cut or len(t.spans) > 200:
+        note = f"showing the first {len(rows)}; the sample has more"
+    columns = [("seq", "n"), ("weights", "n"), ("kind", "n"), ("engine", ""), ("tokens", "r"), ("mean log-prob", "r"),
+               ("ended by", "n"), ("stored (UTC)", "n")]  # fmt: skip
+    body = parts.table(columns, rows) if rows else '<div class="ss-empty">No segment is stored.</div>'
+    return f'<div class="ss"><div class="ss-title">Segments<span class="dim">{note}</span></div>{body}</div>'
+
+
+def events(t: Trajectory) -> str:
+    rows = [
+        [
+            look.clock(e["at"]), look.esc(e["kind"].replace("_", " ")), look.line(e["reason"] or "–", 160),
+            "–" if e["version"] is None else look.version_key(e["version"]),
+            "–" if e["tokens"] is None else look.count(e["tokens"]),
+        ]
+        for e in t.events
+    ]  # fmt: skip
+    note = f"the first {len(rows)}" if t.events_cut else "of the sample, and of the run while it was written"
+    columns: list[Any] = [("at (UTC)", "n"), ("event", "n"), ("reason", ""), ("weights", "n"), ("tokens", "r")]
+    body = parts.table(columns, rows) if rows else '<div class="ss-empty">Nothing has happened to it.</div>'
+    return f'<div class="ss"><div class="ss-title">Events<span class="dim">{note}</span></div>{body}</div>'
