@@ -1,10 +1,11 @@
-"""Alembic's entry. The library passes its connection; `alembic revision` by a developer opens SAMPLESTORE_DATABASE_URL."""
+"""Alembic's entry. The library passes its connection; a developer's `alembic` opens SAMPLESTORE_DATABASE_URL."""
 
 from __future__ import annotations
 
 import os
 
 from alembic import context
+
 from samplestore.engine import Database
 from samplestore.models import Base
 

@@ -97,6 +97,8 @@ def _become_server(db: str, host: str, port: int, tokenizer: str | None) -> NoRe
         "browser.gatherUsageStats": "false",
         "client.toolbarMode": "minimal",
         "client.showErrorDetails": "type",
+        "theme.light.primaryColor": "#0062A0",
+        "theme.dark.primaryColor": "#56B4E9",
     }
     # The database by environment only: its URL may hold a password, and everyone can read a process's arguments.
     environment = {**os.environ, ENV_DATABASE: db, "PYTHONUNBUFFERED": "1"}

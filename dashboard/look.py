@@ -32,7 +32,7 @@ FATE_COLOURS = {
 }  # fmt: skip
 WASTED = ("dropped", "stale", "failed", "superseded")  # hatched in the bar: generated, and not trained on
 
-MARKS = {"\n": "⏎\n", "\t": "⇥\t", "\r": "␍", "\x7f": "␡"}
+MARKS = {"\n": "⏎\n", "\t": "⇥\t", "\r": "⟨CR⟩", "\x1b": "⟨ESC⟩"}
 
 
 def esc(value: object) -> str:
@@ -51,8 +51,6 @@ def visible(text: str, limit: int | None = None) -> str:
 def _shown(c: str) -> str:
     if c in MARKS:
         return MARKS[c]
-    if ord(c) < 32:
-        return chr(0x2400 + ord(c))
     # Cc control, Cf format (bidi, zero width), Cs surrogate, Co private use, Cn unassigned, Zl and Zp separators
     if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
         return f"⟨U+{ord(c):04X}⟩"

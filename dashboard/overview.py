@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import streamlit as st
 
@@ -16,16 +17,19 @@ DEFINITION = (
     "unknown, and never 0. Batches, `samplestore status` and this page use this one definition."
 )
 KEPT = "last_overview"
+TITLE_PX = 44  # of a chart: one has a button beside it, and both should stand level
 
 
 def page() -> None:
     of = frame.open_run()
-    seconds = frame.refresh_choice()
-    # Only what is inside is drawn again; the rest of the page, and the reader's place in it, stays.
-    st.fragment(run_every=seconds)(_live)(of, seconds)
+    head, control = st.columns([4, 1.3], vertical_alignment="center")
+    with control:
+        seconds = frame.refresh_choice()
+    # Only the numbers are drawn again; the rest of the page, and the reader's place in it, stays.
+    st.fragment(run_every=seconds)(_live)(of, seconds, head.empty())
 
 
-def _live(of: Run, seconds: float | None) -> None:
+def _live(of: Run, seconds: float | None, head: Any) -> None:
     try:
         data = source.overview(of)
         st.session_state[KEPT] = (of.name, data)
@@ -41,7 +45,7 @@ def _live(of: Run, seconds: float | None) -> None:
         old = look.age(time.time() - data.status["as_of"])
         st.html(f'<div class="ss warn">▲ These numbers are {old} old.</div>')
     every = "paused" if seconds is None else f"every {seconds:g} s"
-    st.html(parts.header(data, as_of=f"as of {look.clock(data.status['as_of'])} UTC, {every}"))
+    head.html(parts.header(data, as_of=f"as of {look.clock(data.status['as_of'])} UTC, {every}"))
     if not data.status["prompts"]:
         return _no_prompts(data)
     _numbers(data)
@@ -77,12 +81,11 @@ def _numbers(data: source.Overview) -> None:
 
 def _staleness(data: source.Overview) -> None:
     counts, window = data.status["staleness"], data.settings["max_staleness"]
-    with st.container(horizontal=True, vertical_alignment="center"):
-        note = f"{look.count(sum(counts.values()))} groups, the window ends at {window}"
-        st.html(
-            f'<div class="ss"><div class="ss-title">Staleness of ready groups<span class="dim">{note}</span></div></div>'
-        )
-        with st.popover("?", type="tertiary", help="What staleness means here"):
+    note = f"{look.count(sum(counts.values()))} groups; the window ends at {window} behind"
+    title = f'<div class="ss-title">Staleness of ready groups<span class="dim">{note}</span></div>'
+    with st.container(horizontal=True, vertical_alignment="center", gap="small", height=TITLE_PX, border=False):
+        st.html(f'<div class="ss">{title}</div>', width="content")
+        with st.popover("What is staleness?", type="tertiary"):
             st.markdown(DEFINITION)
     if not counts:
         st.html('<div class="ss"><div class="ss-empty">No group is ready.</div></div>')
@@ -94,10 +97,11 @@ def _staleness(data: source.Overview) -> None:
 def _aborts(data: source.Overview) -> None:
     counts = data.status["aborts"]
     total = look.count(sum(counts.values()))
-    st.html(
-        '<div class="ss"><div class="ss-title">Abort reasons<span class="dim">'
-        f"{total} stops of samples in the middle; tokens are kept</span></div></div>"
-    )
+    with st.container(horizontal=True, vertical_alignment="center", height=TITLE_PX, border=False):
+        st.html(
+            '<div class="ss"><div class="ss-title">Abort reasons<span class="dim">'
+            f"{total} events; one stop can be two: the engine's abort and the worker's release</span></div></div>"
+        )
     if not counts:
         st.html('<div class="ss"><div class="ss-empty">No sample was stopped in the middle.</div></div>')
         return

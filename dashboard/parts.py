@@ -93,6 +93,7 @@ def cards(data: Any) -> str:
     rollout = sum(x["kind"] == "rollout" for x in live)
     engines, at = s["engines"], s["current_version"]
     current = sum(e["version"] == at and e["state"] == "live" for e in engines)
+    served = f"all serve v{at}" if current == len(engines) else f"{len(engines) - current} not on v{at}"
     last = s["batches"]["last"]
     made = [
         (
@@ -102,7 +103,7 @@ def cards(data: Any) -> str:
         ),
         (
             "Engines", f"{current} <small>of {len(engines)}</small>" if engines else "–",
-            f"serve v{at}" if engines else "none registered",
+            served if engines else "none registered",
             "" if not engines else "ok" if current == len(engines) else "warn",
         ),
         (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # light-dark() follows the color-scheme that Streamlit sets on the page, so one sheet serves both themes.
 CSS = """<style>
-.block-container, .stMainBlockContainer { padding-top: 3.4rem; padding-bottom: 3rem; max-width: 1500px; }
+.block-container, .stMainBlockContainer { padding-top: 4rem; padding-bottom: 3rem; max-width: 1500px; }
 .ss {
   --line: light-dark(#dfe2e8, #363b47); --soft: light-dark(#f6f7f9, #191c24); --dim: light-dark(#5b6270, #a3a9b6);
   --ok: light-dark(#00734f, #2fc795); --warn: light-dark(#9a6200, #f0b429); --bad: light-dark(#b34700, #ff8a4c);

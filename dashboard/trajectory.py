@@ -10,7 +10,7 @@ from typing import Any
 
 import streamlit as st
 
-from samplestore.dashboard import frame, look, parts, source, tokenview
+from samplestore.dashboard import frame, look, parts, sample_parts, source, tokenview
 from samplestore.queries import browse
 from samplestore.queries.trajectory import Trajectory
 from samplestore.run import Run
@@ -18,7 +18,6 @@ from samplestore.run import Run
 PAGE_TOKENS = 2000
 GROUPS_SHOWN = 15
 NAME = re.compile(r"(\d{1,18})/(\d{1,9})(?:/(\d{1,9}))?")
-MAX_BADGES = 24
 
 
 def page() -> None:
@@ -37,8 +36,9 @@ def page() -> None:
         # One that spans weights shows most.
         chosen = max(latest, key=lambda r: (r["version_max"] or 0) - (r["version_min"] or 0))
         name = (chosen["group"], chosen["index"], None)
+    head = st.empty()
     _choose(of, name)
-    _show(of, name)
+    _show(of, name, head)
 
 
 def parse(text: str) -> tuple[int, int, int | None] | None:
@@ -104,7 +104,7 @@ def _browse(of: Run) -> None:
             st.rerun()
 
 
-def _show(of: Run, name: tuple[int, int, int | None]) -> None:
+def _show(of: Run, name: tuple[int, int, int | None], head: Any) -> None:
     start = st.query_params.get("at", "")
     try:
         found: Trajectory | None = source.read_trajectory(
@@ -115,7 +115,8 @@ def _show(of: Run, name: tuple[int, int, int | None]) -> None:
     if found is None:
         text = f"Run {of.name} has no sample {name[0]}/{name[1]}. Choose another group or sample above."
         raise source.Problem("other", "There is no such sample", text)
-    st.html(summary(found))
+    head.html(sample_parts.title(of, found))
+    st.html(sample_parts.summary(of, found))
     if not found.n_response:
         where = "under this incarnation" if found.incarnation != found.sample["incarnation"] else "yet"
         st.html(
@@ -123,18 +124,18 @@ def _show(of: Run, name: tuple[int, int, int | None]) -> None:
         )
     _tokens(found)
     left, right = st.columns([1.15, 1], gap="large")
-    left.html(segments(found))
-    right.html(events(found))
+    left.html(sample_parts.segments(found))
+    right.html(sample_parts.events(found))
 
 
 def _tokens(t: Trajectory) -> None:
     decoder, why_not = source.tokenizer()
     keys, control = st.columns([3, 1.1], vertical_alignment="center")
-    keys.html(legend(t))
     by = control.segmented_control(
         "Colour by", [tokenview.BY_VERSION, tokenview.BY_LOGPROB], default=tokenview.BY_VERSION, key="colour",
         bind="query-params", required=True, label_visibility="collapsed",
     )  # fmt: skip
+    keys.html(sample_parts.legend(t, by or tokenview.BY_VERSION))
     if t.n_tokens > PAGE_TOKENS:
         pages, at = -(-t.n_tokens // PAGE_TOKENS), t.tokens.start // PAGE_TOKENS
         with st.container(horizontal=True, vertical_alignment="center"):
@@ -152,89 +153,3 @@ def _tokens(t: Trajectory) -> None:
     st.html(tokenview.render(t, decoder, by or tokenview.BY_VERSION))
     if why_not:
         st.html(f'<div class="ss dim">{look.line(why_not, 400)}</div>')
-
-
-def summary(t: Trajectory) -> str:
-    s = t.sample
-    status = "in flight" if s["owner"] is not None else s["status"]
-    versions = "–" if s["version_min"] is None else look.version_key(s["version_min"])
-    if s["version_max"] is not None and s["version_max"] != s["version_min"]:
-        versions += " → " + look.version_key(s["version_max"])
-    lag = "unknown" if s["staleness"] is None else f"{s['staleness']} behind"
-    facts = [
-        ("status", look.esc(status) + (f" ({look.line(s['finish_reason'], 40)})" if s["finish_reason"] else "")),
-        ("weights", versions),
-        ("staleness now", lag if s["n_loss_tokens"] else "no trained tokens"),
-        ("reward", "–" if s["reward"] is None else f"{s['reward']:.3f}"),
-        ("prompt", f"{look.count(t.n_prompt)} tokens"),
-        ("response", f"{look.count(t.n_response)} tokens, {look.count(s['n_loss_tokens'])} trained on"),
-        ("aborts, resumes", f"{s['n_aborts']}, {s['n_resumes']}"),
-        ("group", f"{t.group['number']}: {look.esc(t.group['state'])}"
-                  + (f" ({look.line(t.group['reason'], 60)})" if t.group["reason"] else "")),
-        ("mean log-prob", f"{s['logprob_sum'] / s['n_loss_tokens']:.3f}" if s["n_loss_tokens"] else "–"),
-    ]  # fmt: skip
-    made = "".join(f'<span><span class="dim">{k}</span> <b>{v}</b></span>' for k, v in facts)
-    extra = ""
-    if t.incarnation != s["incarnation"]:
-        extra = f'<div class="warn">▲ A former life (incarnation {t.incarnation}); its tokens are superseded.</div>'
-    elif s["incarnation"]:
-        extra = (
-            f'<div class="dim">Incarnation {s["incarnation"]}: it was started afresh; '
-            "add /0 to the sample in the address for the first.</div>"
-        )
-    if s["error"]:
-        extra += f'<div class="bad">■ {look.line(s["error"], 400)}</div>'
-    if s["parent_upto"]:
-        extra += (
-            f'<div class="dim">It shares its first {look.count(s["parent_upto"])} tokens with another sample.</div>'
-        )
-    return f'<div class="ss"><div class="ss-legend" style="font-size:.88rem">{made}</div>{extra}</div>'
-
-
-def legend(t: Trajectory) -> str:
-    versions = sorted({s.version_min for s in t.spans if s.kind == "generated" and s.version_min is not None})
-    keys = " ".join(look.version_key(v) for v in versions[:MAX_BADGES])
-    if len(versions) > MAX_BADGES:
-        keys += f" and {len(versions) - MAX_BADGES} more"
-    unknown = any(s.kind == "generated" and s.version_min is None for s in t.spans)
-    return (
-        f'<div class="ss dim">{keys} {look.version_key(None) if unknown else ""} &nbsp;each version has its own colour and '
-        "underline; the prompt is dim, what is not trained on has a dotted frame; point at a token for its details</div>"
-    )
-
-
-def segments(t: Trajectory) -> str:
-    rows = []
-    for s in t.spans[:200]:
-        generated = s.kind == "generated"
-        mean = "–" if s.logprob_sum is None else f"{s.logprob_sum / s.n_tokens:.3f}"
-        seq = str(s.first_seq) if s.first_seq == s.last_seq else f"{s.first_seq}–{s.last_seq}"
-        rows.append(
-            [
-                seq, look.version_key(s.version_min, s.version_max) if generated else "–",
-                look.esc(s.kind) + ("" if s.loss else ", masked"), look.line(s.engine or "–", 60), look.count(s.n_tokens),
-                mean, look.line(s.finish_reason or "–", 40), look.clock(s.last_at),
-            ]
-        )  # fmt: skip
-    note = "neighbouring flushes are merged"
-    if t.spans_cut or len(t.spans) > 200:
-        note = f"showing the first {len(rows)}; the sample has more"
-    columns = [("seq", "n"), ("weights", "n"), ("kind", "n"), ("engine", ""), ("tokens", "r"), ("mean log-prob", "r"),
-               ("ended by", "n"), ("stored (UTC)", "n")]  # fmt: skip
-    body = parts.table(columns, rows) if rows else '<div class="ss-empty">No segment is stored.</div>'
-    return f'<div class="ss"><div class="ss-title">Segments<span class="dim">{note}</span></div>{body}</div>'
-
-
-def events(t: Trajectory) -> str:
-    rows = [
-        [
-            look.clock(e["at"]), look.esc(e["kind"].replace("_", " ")), look.line(e["reason"] or "–", 160),
-            "–" if e["version"] is None else look.version_key(e["version"]),
-            "–" if e["tokens"] is None else look.count(e["tokens"]),
-        ]
-        for e in t.events
-    ]  # fmt: skip
-    note = f"the first {len(rows)}" if t.events_cut else "of the sample, and of the run while it was written"
-    columns: list[Any] = [("at (UTC)", "n"), ("event", "n"), ("reason", ""), ("weights", "n"), ("tokens", "r")]
-    body = parts.table(columns, rows) if rows else '<div class="ss-empty">Nothing has happened to it.</div>'
-    return f'<div class="ss"><div class="ss-title">Events<span class="dim">{note}</span></div>{body}</div>'

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -106,7 +107,12 @@ class Demo:
         self._make_model()
         with samplestore.open(str(self.db)) as store:
             run = self._make_run(store)
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+                "HF_HUB_OFFLINE": "1",
+            }
             supervisor = Supervisor(self.files, environment, on_restart=self._restarted)
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
             try:
@@ -188,7 +194,7 @@ class Demo:
                 self._command("engine", "--model", str(self.base), "--port", str(port), *self.plan.engine),
             )
         for url in engines:
-            wait_until(f"engine {url}", lambda u=url: http_get(f"{u}/health") is not None, supervisor, 180)
+            wait_until(f"engine {url}", partial(_healthy, url), supervisor, 180)
         router = f"http://127.0.0.1:{ports[2]}"
         supervisor.start(
             "router",
@@ -251,6 +257,13 @@ class Demo:
             f"version {now['current_version']:>3}  ready {now['groups']['ready']:>2}  in flight {now['in_flight']:>3}  "
             f"resumed {now['resumed_samples']:>4}  {time.monotonic() - self.began:5.0f} s"
         )
+
+
+def _healthy(url: str) -> bool:
+    from samplestore.examples.supervisor import http_get
+
+    http_get(f"{url}/health")  # raises while the engine is not up
+    return True
 
 
 def _short(path: Path) -> str:

@@ -62,7 +62,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> T
     rewards float32 [B], group_ids int64 [B] (any numbers, in any order) -> float32 [B]
     """
     advantages = torch.zeros_like(rewards)
-    for group in group_ids.unique():
+    for group in sorted(set(group_ids.tolist())):
         members = group_ids == group
         values = rewards[members]
         centred = values - values.mean()
@@ -72,12 +72,17 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> T
 
 
 def token_log_probs(
-    model: torch.nn.Module, tokens: Tensor, attention_mask: Tensor, temperature: float = 1.0
+    model: torch.nn.Module,
+    tokens: Tensor,
+    attention_mask: Tensor,
+    temperature: float = 1.0,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log pi(token_t | tokens before t) and the entropy of that distribution, both float32 [B, L].
 
     Column t speaks about tokens[:, t]; column 0 is 0, because nothing predicts the first token. Padding may stand on
-    either side: positions are counted over attended tokens only, so a padded row gives what it gives alone.
+    either side: positions are counted over attended tokens only, so a padded row gives what it gives alone. The entropy
+    has no gradient unless asked for: with a large vocabulary that gradient costs as much memory as the rest.
 
     tokens int64 [B, L], attention_mask int64 [B, L]
     """
@@ -85,7 +90,8 @@ def token_log_probs(
     logits = model(input_ids=tokens, attention_mask=attention_mask, position_ids=positions, use_cache=False).logits
     log_probs = torch.log_softmax(logits[:, :-1].float() / temperature, dim=-1)
     chosen = log_probs.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
-    entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
     first = torch.zeros_like(chosen[:, :1])
     return torch.cat([first, chosen], dim=1), torch.cat([first, entropy], dim=1)
 
@@ -118,7 +124,7 @@ def policy_loss(
 
 
 def kl_estimate(log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) -> Tensor:
-    """KL(pi_old || pi_new) per token by the k3 estimator, ratio - 1 - log(ratio): unbiased and never negative. [B, L]"""
+    """KL(pi_old || pi_new) per token by the k3 estimator, ratio - 1 - log(ratio): unbiased, never negative. [B, L]"""
     log_ratio = (log_probs - rollout_log_probs) * loss_mask
     return (log_ratio.exp() - 1 - log_ratio) * loss_mask
 
@@ -173,7 +179,11 @@ def _accumulate(
         columns = slice(int(used[0]), int(used[-1]) + 1)
         mask, old = tensors["loss_mask"][part, columns], tensors["rollout_log_probs"][part, columns]
         log_probs, entropy = token_log_probs(
-            model, tensors["tokens"][part, columns], tensors["attention_mask"][part, columns], config.temperature
+            model,
+            tensors["tokens"][part, columns],
+            tensors["attention_mask"][part, columns],
+            config.temperature,
+            entropy_gradient=config.entropy_bonus != 0,
         )
         losses, clipped = policy_loss(log_probs, old, advantages[part], mask, config)
         loss = (losses - config.entropy_bonus * entropy * mask).sum() / trained

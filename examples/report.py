@@ -96,22 +96,27 @@ def report(store: Any, run: Any, plan: Any, killed: list[str], exits: dict[str, 
     return summary
 
 
+def _counts(counts: dict[str, int]) -> str:
+    return "  ".join(f"{name}: {n}" for name, n in counts.items())
+
+
 def _print(s: dict[str, Any]) -> None:
     reward, ledger = s["reward"], s["ledger"]
-    rise = (reward["last_fifth"] - reward["first_fifth"]) / reward["standard_error"]
+    first, last = reward["first_fifth"], reward["last_fifth"]
+    rise = (last - first) / reward["standard_error"]
     fates = "  ".join(f"{name} {amount}" for name, amount in ledger["by_fate"].items() if amount)
     lines = [
-        ("reward", f"{reward['first_fifth']:.3f} -> {reward['last_fifth']:.3f} (first and last fifth, {rise:+.1f} standard errors)"),
+        ("reward", f"{first:.3f} -> {last:.3f} (first and last fifth, {rise:+.1f} standard errors)"),
         ("groups consumed", f"{s['groups_consumed']} of {s['groups_asked']} asked"),
         ("samples resumed", f"{s['samples_resumed']}, {s['tokens_kept_by_resuming']} tokens kept by resuming"),
-        ("versions per sample", "  ".join(f"{k}: {v}" for k, v in s["samples_by_versions"].items())),
-        ("staleness", "  ".join(f"{k}: {v}" for k, v in s["staleness_of_consumed_groups"].items()) + " (groups, when leased)"),
+        ("versions per sample", _counts(s["samples_by_versions"])),
+        ("staleness", _counts(s["staleness_of_consumed_groups"]) + " (groups, when leased)"),
         ("token ledger", f"{ledger['generated']} generated = {fates}"),
         ("", f"closed: {str(ledger['closed']).lower()} (recounted from the payloads: {ledger['recounted']})"),
         ("check", "no finding" if not s["check"] else f"{len(s['check'])} findings: {s['check']}"),
         ("killed", ", ".join(s["killed"]) or "nobody"),
         ("took", f"{s['seconds']:.0f} s"),
-    ]  # fmt: skip
+    ]
     print()
     for name, text in lines:
         print(f"{name:<20} {text}")

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ def model_folder(cache: Path | None = None) -> Path:
     target = (cache or cache_folder()) / "SmolLM2-135M-Instruct"
     if target.exists():
         return target
+    missing = [name for name in ("transformers", "gguf", "accelerate") if find_spec(name) is None]
+    if missing:  # found before 93 MB are downloaded
+        raise ModelUnavailable(f"{', '.join(missing)} not installed; type: pip install 'samplestore[demo]'")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".smollm2-") as name:
         work = Path(name)
@@ -94,10 +98,19 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def prompts(n: int, seed: int) -> list[dict[str, Any]]:
-    """`n` rows of reasoning-gym's chain_sum for `--reward reasoning_gym`; the same arguments give the same rows."""
+    """`n` rows of reasoning-gym's chain_sum, for `--reward reasoning_gym`; the same arguments give the same rows.
+
+    Sums of two one-digit numbers, put as plainly as reasoning-gym puts them: this model gets about a third of them
+    right somewhere in a sentence. reasoning-gym's verifier gives 1 for the bare number and, for the number inside a
+    text, the share of the text that it makes up, so that almost every group has differences to learn from.
+    """
     from samplestore.workers.verifiers import reasoning_gym_prompts
 
-    return reasoning_gym_prompts("chain_sum", n, seed, min_terms=2, max_terms=2, min_digits=1, max_digits=2)
+    rows = reasoning_gym_prompts("chain_sum", n, seed, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+    for row in rows:
+        # The <answer> tags that these rows ask for are beyond 135 million weights: no sample would be scored above 0.
+        row["prompt"] = [{"role": "user", "content": row["metadata"]["reasoning_gym"]["entry"]["question"]}]
+    return rows
 
 
 def main() -> None:

@@ -70,7 +70,10 @@ def _write_tokenizer(path: Path) -> None:
 def _write_model(path: Path, seed: int) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    # Of saving 0.3 MB.
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config = LlamaConfig(
         vocab_size=len(vocabulary()),
         hidden_size=64,

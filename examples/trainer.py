@@ -27,6 +27,7 @@ from typing import Any
 
 import sqlalchemy as sa
 import torch
+import transformers
 
 import samplestore
 from samplestore.examples import checkpoints
@@ -53,7 +54,7 @@ class TrainerConfig:
 
 
 def train(store: Any, run: Any, config: TrainerConfig) -> Iterator[dict[str, float]]:
-    """Train `run` up to `config.steps`; yields the numbers of each step. Can be killed at any line and started again."""
+    """Train `run` up to `config.steps`; yields the numbers of each step. Can be killed anywhere and started again."""
     model, optimizer, done = resume(store, run, config)
     root = config.checkpoints.resolve()  # engines have another working directory
     for step in range(done + 1, config.steps + 1):
@@ -132,6 +133,7 @@ def consumed_group_means(store: Any, run: Any) -> list[float]:
 def main() -> None:
     arguments = _arguments()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(arguments.threads)
     config = TrainerConfig(
         model=arguments.model,
@@ -152,7 +154,9 @@ def main() -> None:
         means = consumed_group_means(store, run)
         if len(means) >= 10:
             first, last, error = reward_rise(means)
-            print(f"mean reward of the first fifth {first:.3f}, of the last fifth {last:.3f}, standard error {error:.4f}")
+            print(
+                f"mean reward of the first fifth {first:.3f}, of the last fifth {last:.3f}, standard error {error:.4f}"
+            )
 
 
 def _arguments() -> argparse.Namespace:

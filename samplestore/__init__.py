@@ -33,7 +33,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from samplestore.errors import BatchTimeout, LeaseLost, SampleStoreError
     from samplestore.models import Run, Sample, SampleGroup, Segment
-    from samplestore.store import Store, open  # noqa: A004
+    from samplestore.store import Store, open
     from samplestore.types import Claim, RequestInfo, RunSettings, StageClaim, WeightVersion
 
 __all__ = [

@@ -16,12 +16,12 @@ def _grpo(rewards: Rewards) -> Rewards:
     A group whose rewards are all equal gets exact zeros."""
     if rewards.size == 0 or np.all(rewards == rewards[0]):
         return np.zeros_like(rewards)
-    return (rewards - rewards.mean()) / (rewards.std() + EPS)
+    return np.asarray((rewards - rewards.mean()) / (rewards.std() + EPS))
 
 
 def _dr_grpo(rewards: Rewards) -> Rewards:
     """r - mean. "Understanding R1-Zero-Like Training", arXiv:2503.20783: dividing by std favours easy prompts."""
-    return rewards - rewards.mean()
+    return np.asarray(rewards - rewards.mean())
 
 
 def _rloo(rewards: Rewards) -> Rewards:

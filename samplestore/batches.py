@@ -19,10 +19,20 @@ from samplestore import codec
 from samplestore import tensors as packing
 from samplestore.errors import BatchTimeout, MissingLogprobs, SampleStoreError, WorkerFailed
 from samplestore.heart import Heart
-from samplestore.models import BatchGroup, BatchRow, PromptRow, Run, Sample, SampleGroup, Segment, WeightVersionRow, Worker
+from samplestore.models import (
+    BatchGroup,
+    BatchRow,
+    PromptRow,
+    Run,
+    Sample,
+    SampleGroup,
+    Segment,
+    WeightVersionRow,
+    Worker,
+)
 from samplestore.queries.why import why
-from samplestore.states import BatchState, SampleStatus, StalePolicy, WorkerKind, WorkerState
 from samplestore.statements import staleness
+from samplestore.states import BatchState, SampleStatus, StalePolicy, WorkerKind, WorkerState
 from samplestore.types import Floats, Ids
 from samplestore.verbs import batches as verbs
 from samplestore.verbs import liveness, prompts
@@ -168,7 +178,7 @@ def take(
     """
     settings = run.settings
     wanted = settings.groups_per_step if groups is None else groups
-    policy = {
+    policy: dict[str, Any] = {
         "max_staleness": settings.max_staleness if max_staleness is None else max_staleness,
         "staleness": staleness_mode,
         "stale": StalePolicy(stale or settings.stale).value,
@@ -200,9 +210,7 @@ def _raise_worker_failure(run: Transactor) -> None:
         live = sa.select(sa.func.count()).where(of_run, worker.c.state == WorkerState.LIVE.value)
         if connection.execute(live).scalar_one():
             return
-        failed = connection.execute(
-            sa.select(worker).where(of_run).order_by(worker.c.id.desc()).limit(1)
-        ).one_or_none()
+        failed = connection.execute(sa.select(worker).where(of_run).order_by(worker.c.id.desc()).limit(1)).one_or_none()
     if failed is not None and failed.error is not None:
         raise WorkerFailed(failed.id, failed.name, failed.error)
 
@@ -243,7 +251,12 @@ def _read(run: Transactor, of: Batch) -> list[BatchGroupView]:
         ).fetchall()
         pieces = connection.execute(
             sa.select(
-                segment.c.sample_id, segment.c.n_tokens, segment.c.loss, segment.c.kind, segment.c.version_min, segment.c.payload
+                segment.c.sample_id,
+                segment.c.n_tokens,
+                segment.c.loss,
+                segment.c.kind,
+                segment.c.version_min,
+                segment.c.payload,
             )
             .select_from(
                 in_batch.join(
@@ -270,7 +283,9 @@ def _lags(connection: sa.Connection, run_id: int, of: Batch) -> dict[int, int]:
         return {}
     table = WeightVersionRow.__table__
     rows = connection.execute(
-        sa.select(table.c.version, staleness.freshness(table).label("freshness"), table.c.depth).where(table.c.run_id == run_id)
+        sa.select(table.c.version, staleness.freshness(table).label("freshness"), table.c.depth).where(
+            table.c.run_id == run_id
+        )
     ).fetchall()
     depth = next(r.depth for r in rows if r.version == of.current_version)
     return {r.version: depth - r.freshness for r in rows}

@@ -9,7 +9,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
 
-class db_now(FunctionElement[float]):  # noqa: N801 - reads like the SQL function it is
+class db_now(FunctionElement[float]):
     """The database's time now, evaluated inside the statement."""
 
     type = Double()

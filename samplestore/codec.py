@@ -22,7 +22,10 @@ MAX_TOKEN_ID = 2**31 - 1
 
 def as_ids(tokens: Any, field: str = "tokens") -> Ids:
     """int32 [n] from any sequence of whole numbers. Raises InvalidSegment naming the first bad position."""
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError as error:  # lists within lists
+        raise InvalidSegment(f"{field} must be a flat list of whole numbers", field=field) from error
     if array.size == 0:
         return np.empty(0, dtype=np.int32)
     if array.ndim != 1:
@@ -45,7 +48,13 @@ def as_logprobs(logprobs: Any, n: int, *, required: bool) -> Floats | None:
         if required and n:
             raise InvalidSegment(f"output_token_logprobs is missing for {n} generated tokens", field="logprobs")
         return None
-    values = [_number_or_nan(v) for v in logprobs] if not isinstance(logprobs, np.ndarray) else logprobs
+    if isinstance(logprobs, np.ndarray) and logprobs.dtype.kind in "fiu":
+        values: Any = logprobs
+    else:
+        try:
+            values = [_number_or_nan(v) for v in logprobs]
+        except TypeError as error:
+            raise InvalidSegment(f"log-probs are a {type(logprobs).__name__}, not a list", field="logprobs") from error
     with np.errstate(over="ignore"):
         array = np.asarray(values, dtype="<f4")
     if array.shape != (n,):
@@ -96,7 +105,7 @@ def ids_from(data: bytes) -> Ids:
     return np.frombuffer(data, dtype="<i4")
 
 
-def experts_dtype(n_experts: int) -> npt.DTypeAny:
+def experts_dtype(n_experts: int) -> np.dtype[Any]:
     """The narrowest dtype that holds expert ids 0..n_experts-1."""
     if n_experts <= 0:
         raise ValueError(f"n_experts must be above 0, not {n_experts}")
@@ -132,7 +141,9 @@ def encode_array(array: npt.NDArray[Any]) -> tuple[str, list[int], bytes]:
     """(dtype name, shape, little-endian C-order bytes)."""
     name = array.dtype.newbyteorder("=").name
     if name not in _DTYPES:
-        raise InvalidSegment(f"arrays of dtype {array.dtype} are not stored; use one of {sorted(_DTYPES)}", field="dtype")
+        raise InvalidSegment(
+            f"arrays of dtype {array.dtype} are not stored; use one of {sorted(_DTYPES)}", field="dtype"
+        )
     return name, list(array.shape), np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).tobytes()
 
 

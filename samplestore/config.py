@@ -99,7 +99,12 @@ class WorkerConfig(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Nothing but the arguments: load_worker_config reads file and environment, to know who set what."""
         return (init_settings,)
@@ -210,8 +215,8 @@ def database_url(config_file: Path | None = None) -> tuple[str, str] | None:
 
 def no_database(example: str) -> ConfigError:
     return ConfigError(
-        f"no database is named: give --db FILE or --db postgresql://..., set {ENV_DATABASE}, or put [database] url into "
-        f"{DEFAULT_FILE}. For example: {example}"
+        f"no database is named: give --db FILE or --db postgresql://..., set {ENV_DATABASE}, or put [database] url "
+        f"into {DEFAULT_FILE}. For example: {example}"
     )
 
 

@@ -106,7 +106,9 @@ class Database:
                     timeout=self.busy_s,
                 )
             except module.OperationalError as error:
-                raise SampleStoreError(f"cannot open {self.path}: {error}. Is its folder there and writable?") from error
+                raise SampleStoreError(
+                    f"cannot open {self.path}: {error}. Is its folder there and writable?"
+                ) from error
             self._pragmas(connection, mode)
             return connection
 
@@ -180,7 +182,7 @@ class Database:
 
     def write(self, work: Callable[[Connection], T], *, durable: bool = False) -> T:
         """Run `work` in one write transaction, and again if the database took it back. `work` can be repeated."""
-        deadline, conflicts = None, 0
+        deadline, conflicts, since = None, 0, time.monotonic()
         while True:
             try:
                 with self.writing(durable=durable) as connection:
@@ -190,7 +192,8 @@ class Database:
                     raise StoreBusy(self.shown_url, self.busy_s, None, None) from error
                 if _is_conflict(error):
                     conflicts += 1
-                    if conflicts > MAX_CONFLICT_RETRIES:
+                    # SQLite's "locked" has waited busy_s itself: twenty of those would be ten minutes
+                    if conflicts > MAX_CONFLICT_RETRIES or time.monotonic() - since > self.busy_s:
                         raise StoreBusy(self.shown_url, self.busy_s, None, None) from error
                     time.sleep(random.uniform(0, 0.005 * 2 ** min(conflicts, 6)))
                 elif _is_disconnect(error):
@@ -250,5 +253,7 @@ def _is_lock_timeout(error: DBAPIError) -> bool:
 def _is_disconnect(error: DBAPIError) -> bool:
     state = _sqlstate(error)
     starting = state in {"57P01", "57P02", "57P03", "25P03"} or (state or "").startswith("08")
-    refused = state is None and type(error.orig).__module__.startswith("psycopg") and isinstance(error, OperationalError)
+    refused = (
+        state is None and type(error.orig).__module__.startswith("psycopg") and isinstance(error, OperationalError)
+    )
     return error.connection_invalidated or starting or refused

@@ -121,6 +121,15 @@ class InvalidTransition(SampleStoreError):
         super().__init__(f"cannot {verb} {what} {id}: it is {state}; allowed from: {allowed}")
 
 
+class NotInRun(SampleStoreError):
+    """Ids that do not exist, or belong to another run."""
+
+    def __init__(self, what: str, ids: list[int]) -> None:
+        self.what, self.ids = what, ids
+        shown = ", ".join(str(i) for i in ids[:10]) + (", ..." if len(ids) > 10 else "")
+        super().__init__(f"this run has no {what} with id {shown}. List them with: samplestore show")
+
+
 class UnknownVersion(SampleStoreError):
     def __init__(self, run: str, version: int) -> None:
         self.run, self.version = run, version

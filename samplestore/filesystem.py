@@ -9,8 +9,10 @@ from pathlib import Path
 from samplestore.errors import UnsupportedFileSystem
 
 NETWORK = frozenset(
-    "nfs nfs4 cifs smb smb2 smb3 smbfs lustre gpfs beegfs ceph cephfs 9p virtiofs afs ocfs2 gfs2 glusterfs orangefs "
-    "pvfs2 davfs vboxsf fuse fuseblk_remote prl_fs vmhgfs".split()
+    (
+        "nfs nfs4 cifs smb smb2 smb3 smbfs lustre gpfs beegfs ceph cephfs 9p virtiofs afs ocfs2 gfs2 "
+        "glusterfs orangefs pvfs2 davfs vboxsf fuse fuseblk_remote prl_fs vmhgfs"
+    ).split()
 )
 # FUSE file systems that stay on this machine; every other fuse.* may be remote (sshfs, juicefs, s3fs, ...).
 LOCAL_FUSE = frozenset({"fuse.ext2", "fuse.fuse-overlayfs", "fuse.lxcfs"})

@@ -76,13 +76,16 @@ class Gate:
                     done.set()
 
         threading.Thread(target=queue, name="samplestore-gate", daemon=True).start()
-        if done.wait(timeout_s):
+        got = False
+        try:
+            got = done.wait(timeout_s)
+        finally:  # also when Ctrl-C ends the wait: a lock that nobody waits for would shut everybody out
+            with guard:
+                if not got and not (got := done.is_set()):
+                    given_up = True
+                    self._local.fd = None  # the descriptor belongs to the waiting thread now
+        if got:
             return fd
-        with guard:
-            if done.is_set():
-                return fd
-            given_up = True
-            self._local.fd = None  # the descriptor belongs to the waiting thread now
         raise StoreBusy(self.path, timeout_s, *self._holder())
 
     def _holder(self) -> tuple[int | None, float | None]:
@@ -107,4 +110,9 @@ class Gate:
         self._local = threading.local()
 
 
-os.register_at_fork(after_in_child=lambda: [gate.after_fork() for gate in list(_gates)])
+def _after_fork() -> None:
+    for gate in list(_gates):
+        gate.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

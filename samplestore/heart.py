@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import SQLAlchemyError
 
 from samplestore.errors import StoreBusy, WorkerDead
 from samplestore.types import Heartbeat
@@ -33,7 +33,7 @@ class Heart:
         *,
         ticked: Callable[[], float] | None = None,
         on_beat: Callable[[Heartbeat], None] | None = None,
-        on_dead: Callable[[], None] | None = None,
+        on_dead: Callable[[], object] | None = None,
         interval_s: float | None = None,
     ) -> None:
         self.run, self.worker_id = run, worker_id
@@ -56,7 +56,7 @@ class Heart:
                 if self._on_dead:
                     self._on_dead()
                 return
-            except (DBAPIError, StoreBusy) as error:
+            except (SQLAlchemyError, StoreBusy) as error:  # the pool's timeout too: a heart that stops kills its worker
                 log.warning("worker=%d heartbeat failed, trying again: %s", self.worker_id, error)
 
     def _beat(self) -> None:

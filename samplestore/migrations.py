@@ -24,7 +24,9 @@ def script_folder() -> Path:
     for folder in (here / "_alembic", here.parent / "alembic"):
         if (folder / "env.py").exists():
             return folder
-    raise SampleStoreError("the migrations are missing from this installation. Run: pip install --force-reinstall samplestore")
+    raise SampleStoreError(
+        "the migrations are missing from this installation. Run: pip install --force-reinstall samplestore"
+    )
 
 
 def alembic_config(connection: Connection | None = None) -> Config:
@@ -87,7 +89,9 @@ def _upgrade_sqlite(database: Database, revision: str) -> None:
                 _run(connection, revision)
                 broken = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall()
                 if broken:
-                    raise SampleStoreError(f"migration refused: {len(broken)} rows would lose their parent, e.g. {broken[0]}")
+                    raise SampleStoreError(
+                        f"migration refused: {len(broken)} rows would lose their parent, e.g. {broken[0]}"
+                    )
         finally:
             raw.execute("PRAGMA foreign_keys=ON")
 

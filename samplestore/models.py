@@ -9,7 +9,7 @@ them never touches the overflow pages.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sqlalchemy import (
     JSON,
@@ -21,6 +21,7 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
+    Table,
     Text,
     UniqueConstraint,
     text,
@@ -49,6 +50,9 @@ def partial(where: str) -> dict[str, Any]:
 
 
 class Base(DeclarativeBase):
+    if TYPE_CHECKING:
+        __table__: ClassVar[Table]  # SQLAlchemy promises less; every class here is mapped to a table
+
     metadata = MetaData(
         naming_convention={
             "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -216,7 +220,9 @@ class Sample(Base):
     not_before: Mapped[float] = mapped_column(default=0.0, comment="back-off after a failure")
     owner: Mapped[int | None] = mapped_column(comment="worker.id")
     attempt: Mapped[int] = mapped_column(default=0, comment="the fence: rises at every change of owner")
-    let_go: Mapped[int] = mapped_column(default=-1, comment="attempt that its owner ended itself; makes repeats harmless")
+    let_go: Mapped[int] = mapped_column(
+        default=-1, comment="attempt that its owner ended itself; makes repeats harmless"
+    )
     failures: Mapped[int] = mapped_column(default=0)
     n_tokens: Mapped[int] = mapped_column(default=0, comment="response tokens of this incarnation")
     n_loss_tokens: Mapped[int] = mapped_column(default=0)

@@ -60,4 +60,6 @@ class Cursor:
         return self.epoch, self.start + at
 
     def exhausted(self, n_prompts: int, epochs: int | None) -> bool:
-        return self.next >= self.stop >= n_prompts and (n_prompts == 0 or (epochs is not None and self.epoch + 1 >= epochs))
+        return self.next >= self.stop >= n_prompts and (
+            n_prompts == 0 or (epochs is not None and self.epoch + 1 >= epochs)
+        )

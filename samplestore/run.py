@@ -101,7 +101,9 @@ class Run:
         """Store the next segment; see verbs.samples.append. `seq` defaults to the claim's next."""
         number = claim.seq if seq is None else seq
         n = self.transact(
-            lambda tx: samples.append(tx, claim, number, tokens, logprobs, version, finish_reason, kind, loss, rid, engine)
+            lambda tx: samples.append(
+                tx, claim, number, tokens, logprobs, version, finish_reason, kind, loss, rid, engine
+            )
         )
         advance(claim, number, n, finish_reason)
         return n
@@ -180,7 +182,9 @@ class Run:
 
     # -- weights and control
 
-    def publish_weights(self, path: str | None = None, step: int | None = None, label: str | None = None) -> WeightVersion:
+    def publish_weights(
+        self, path: str | None = None, step: int | None = None, label: str | None = None
+    ) -> WeightVersion:
         """Announce new weights; workers and engines follow. The checkpoint must be complete on disk before."""
         return self.transact(lambda tx: weights.publish(tx, path, step, label), durable=True)
 

@@ -74,11 +74,10 @@ class Store:
 
     def _create(self, connection: sa.Connection, name: str, settings: RunSettings) -> Run:
         row = connection.execute(sa.select(table).where(table.c.name == name)).one_or_none()
-        if row is None:
-            if connection.dialect.name == "postgresql":
-                # Two creators at once: the second would fail on the unique name. SQLite's are one after the other.
-                connection.execute(sa.text("LOCK TABLE run IN SHARE ROW EXCLUSIVE MODE"))
-                row = connection.execute(sa.select(table).where(table.c.name == name)).one_or_none()
+        if row is None and connection.dialect.name == "postgresql":
+            # Two creators at once: the second would fail on the unique name. SQLite's are one after the other.
+            connection.execute(sa.text("LOCK TABLE run IN SHARE ROW EXCLUSIVE MODE"))
+            row = connection.execute(sa.select(table).where(table.c.name == name)).one_or_none()
         if row is None:
             row = connection.execute(
                 sa.insert(table)
@@ -88,7 +87,13 @@ class Store:
             connection.execute(sa.insert(Timeline.__table__).values(run_id=row.id, number=0, created_at=db_now()))
             connection.execute(
                 sa.insert(WeightVersionRow.__table__).values(
-                    run_id=row.id, version=0, timeline=0, depth=0, common_depth=0, label=FIRST_LABEL, created_at=db_now()
+                    run_id=row.id,
+                    version=0,
+                    timeline=0,
+                    depth=0,
+                    common_depth=0,
+                    label=FIRST_LABEL,
+                    created_at=db_now(),
                 )
             )
         return Run(self.database, row.id, row.uuid, row.name, RunSettings.parse(row.settings))
@@ -115,7 +120,7 @@ class Store:
         self.close()
 
 
-def open(url: str, *, create: bool = True, durability: str = "normal", busy_s: float = 30.0) -> Store:  # noqa: A001
+def open(url: str, *, create: bool = True, durability: str = "normal", busy_s: float = 30.0) -> Store:
     """Open a store. Bare paths and sqlite:/// URLs are SQLite files, postgresql:// a server.
 
     create: make and migrate a SQLite file that is not there. Raises DatabaseMissing, SchemaMismatch,

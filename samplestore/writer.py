@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from samplestore.verbs import samples, stages
 from samplestore.verbs.tx import Transactor, Tx
 
 Verb = Callable[..., Any]
+LAST = 2**63
 LOCKS_GROUP: frozenset[Verb] = frozenset({samples.finish, samples.fail, stages.score, stages.fail_stage})
 # Verbs on one claim may share a commit. All others (claim, admit, ...) lock workers or runs, which come before groups
 # in the lock order, and so have a commit of their own.
@@ -58,7 +60,12 @@ class Writer:
         """Queue `verb(tx, claim, ...)`. The future gives its result, or its error, after the commit."""
         group_id, sample_id = getattr(claim, "group_id", 0), getattr(claim, "sample_id", 0)
         self._count += 1
+        # Running from the start, so that it cannot be cancelled: tokens of a task that was cancelled are kept, and the
+        # thread never finds a future that takes no result.
+        if verb is samples.end_request:
+            group_id = LAST  # it has no claim, and counts the tokens that appends before it have stored
         write = _Write(verb, (claim, *args), kwargs, group_id, sample_id, self._count)
+        write.done.set_running_or_notify_cancel()
         self._waiting.put(write)
         return write.done
 
@@ -93,7 +100,7 @@ class Writer:
                 writes = []
         for write in [*writes, *alone]:
             try:
-                write.done.set_result(self.run.transact(lambda tx, w=write: _all(tx, [w])[0]))
+                write.done.set_result(self.run.transact(partial(_one, write)))
                 self.commits += 1
             except BaseException as error:  # handed to whoever waits for this write
                 write.done.set_exception(error)
@@ -102,6 +109,10 @@ class Writer:
         """Write what was queued, then end the thread."""
         self._waiting.put(None)
         self._thread.join()
+
+
+def _one(write: _Write, tx: Tx) -> Any:
+    return _all(tx, [write])[0]
 
 
 def _all(tx: Tx, writes: list[_Write]) -> list[Any]:

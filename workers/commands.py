@@ -54,8 +54,11 @@ def worker(
 
 
 _FLAGS = frozenset(
-    "db run router concurrency mode slice_tokens flush_tokens flush_seconds reward reward_processes reward_timeout_s "
-    "tokenizer max_new_tokens sampling update_engines drain_timeout_s exit_when_done name log_level log_format".split()
+    (
+        "db run router concurrency mode slice_tokens flush_tokens flush_seconds reward reward_processes "
+        "reward_timeout_s tokenizer max_new_tokens sampling update_engines drain_timeout_s exit_when_done "
+        "name log_level log_format"
+    ).split()
 )
 
 
@@ -76,7 +79,7 @@ def run_worker(settings: Any) -> int:
             if STAGE not in run.settings.stages:
                 raise SampleStoreError(
                     f"run {run.name!r} has no reward stage, so --reward would never be asked. "
-                    "Make the run with: samplestore add-prompts FILE --stages reward --run NEW_NAME"
+                    "Make one that has: samplestore add-prompts FILE --run NEW_NAME"
                 )
             if not settings.tokenizer:
                 raise SampleStoreError("--reward needs the model's tokenizer to decode text. Say --tokenizer DIR")

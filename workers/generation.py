@@ -171,9 +171,7 @@ class Request:
 
     def _due(self) -> bool:
         waited = time.monotonic() - self.pending.since
-        return self.certain >= self.limits.flush_tokens or (
-            self.certain > 0 and waited >= self.limits.flush_seconds
-        )
+        return self.certain >= self.limits.flush_tokens or (self.certain > 0 and waited >= self.limits.flush_seconds)
 
     async def _flush(self, n: int, *labels: str | None) -> None:
         """Store the first n pending tokens, made by the weights that `labels` name: one, or a range of them."""
@@ -186,9 +184,7 @@ class Request:
         ids, probs = self.pending.take(n)
         claim, seq = self.claim, self.claim.seq
         reason = self.why_aborted(labels[0])
-        await self.write(
-            samples.append, claim, seq, ids, probs, version, ended, rid=self.rid, abort_reason=reason
-        )
+        await self.write(samples.append, claim, seq, ids, probs, version, ended, rid=self.rid, abort_reason=reason)
         self.abort_told = ended == "abort"
         advance(claim, seq, len(ids), ended)
         claim.response_ids = _joined(claim.response_ids, ids)

@@ -122,14 +122,22 @@ class RolloutWorker:
         heart.stop()
         if was_dead:
             return self.stop_reason is None
-        await self.write(liveness.goodbye, self.worker_id, None if error is None else f"{type(error).__name__}: {error}")
+        await self.write(
+            liveness.goodbye, self.worker_id, None if error is None else f"{type(error).__name__}: {error}"
+        )
         if error is not None:
             raise error
         return False
 
     def _info(self) -> dict[str, Any]:
         c = self.config
-        return {"concurrency": c.concurrency, "mode": c.mode, "router": c.router, "engines": c.engines, "reward": c.reward}
+        return {
+            "concurrency": c.concurrency,
+            "mode": c.mode,
+            "router": c.router,
+            "engines": c.engines,
+            "reward": c.reward,
+        }
 
     async def _ticker(self) -> None:
         """Shows the heart that the event loop turns. A loop that is stuck must look dead."""
@@ -424,4 +432,3 @@ def _log_failure(task: asyncio.Task[Any]) -> None:
     """A task's unexpected end must be seen: its sample would otherwise wait for the no-progress deadline."""
     if not task.cancelled() and task.exception() is not None:
         log.error("%s failed", task.get_coro(), exc_info=task.exception())
-

@@ -40,7 +40,9 @@ class Scorer:
             if result.outcome == "ok":
                 await self.write(stages.score, claim, result.reward, result.details or None, result.elapsed_s)
             else:
-                await self.write(stages.fail_stage, claim, result.error or result.outcome, result.outcome, result.elapsed_s)
+                await self.write(
+                    stages.fail_stage, claim, result.error or result.outcome, result.outcome, result.elapsed_s
+                )
         except RewardPoolStopped:
             await self.write(stages.release_stage, claim)
         except LeaseLost as error:

@@ -7,10 +7,10 @@ Revises:
 from __future__ import annotations
 
 import sqlalchemy as sa
+from alembic import op
 from sqlalchemy.dialects import postgresql
 
-from alembic import op
-
+# ruff: noqa: E501
 revision = "0001"
 down_revision = None
 branch_labels = None

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from samplestore.errors import DatabaseMissing, SampleStoreError, SchemaMismatch
+from samplestore.errors import DatabaseMissing, InvalidSetting, SampleStoreError, SchemaMismatch
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from samplestore.prompts import InvalidRow, Prompt
-    from samplestore.store import Store
 
 EXIT_FAILED, EXIT_DATABASE = 1, 3
 REDRAW_ROWS = 32  # rows between two updates of the progress bar
@@ -45,6 +44,12 @@ Epochs: TypeAlias = Annotated[
 ]
 Seed: TypeAlias = Annotated[
     int | None, typer.Option("--seed", help="Seed of the order in which prompts are served. For a new run (default 0).")
+]
+Settings: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Any other setting of a new run, e.g. --set groups_per_step=32. May repeat."
+    ),
 ]
 Dataset: TypeAlias = Annotated[str, typer.Option("--dataset", help="Data set name of rows that do not say one.")]
 MaxTokens: TypeAlias = Annotated[
@@ -78,6 +83,7 @@ def add_prompts(
     samples_per_prompt: Samples = None,
     epochs: Epochs = None,
     seed: Seed = None,
+    set_: Settings = None,
     dataset: Dataset = "default",
     max_prompt_tokens: MaxTokens = None,
     apply_chat_template: ApplyTemplate = False,
@@ -93,13 +99,15 @@ def add_prompts(
     A row has prompt (text or messages) or prompt_ids, and may have label, metadata, dataset, tools and
     chat_template_kwargs. Rows that the run has already are left alone: repeating the command is harmless.
     If a row of any file is refused, nothing is stored, unless --skip-invalid says so.
+    A run made by this command scores its samples (--set stages=[] makes one that does not).
     """
     from samplestore.prompts import InvalidPrompts, RowKeys
 
     # transformers warns about what does not concern prompts (no torch, long texts).
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    settings = {"samples_per_prompt": samples_per_prompt, "epochs": epochs, "seed": seed}
     try:
+        flags = {"samples_per_prompt": samples_per_prompt, "epochs": epochs, "seed": seed}
+        settings = {**_parse_settings(set_ or []), **{k: v for k, v in flags.items() if v is not None}}
         options = {
             "dataset": dataset, "max_prompt_tokens": max_prompt_tokens, "apply_chat_template": apply_chat_template,
             "keys": RowKeys(prompt_key, label_key, metadata_key, extra_to_metadata),
@@ -144,7 +152,7 @@ def _add(
     files: list[Path],
     db: str,
     name: str,
-    settings: dict[str, int | None],
+    settings: dict[str, Any],
     tokenizer: str | None,
     skip_invalid: bool,
     options: dict[str, Any],
@@ -158,7 +166,10 @@ def _add(
             raise PromptFileError(str(file), "no such file")
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
     with samplestore.open(db) as store:
-        _check_settings(store, name, settings)
+        if name in store.run_names():
+            store.run(name, **settings)  # another setting than stored: say so before the files are tokenised
+        else:
+            settings = {"stages": ["reward"], **settings}
         with _progress() as progress:
             prompts, invalid = _read(files, loaded, options, progress)
             if invalid and not skip_invalid:
@@ -172,10 +183,21 @@ def _add(
     return _Result(name, done.added, done.existing, duplicates, invalid)
 
 
-def _check_settings(store: Store, name: str, settings: dict[str, int | None]) -> None:
-    """Raise RunSettingsConflict before the files are tokenised; a run that is not there is made only with prompts."""
-    if name in store.run_names():
-        store.run(name, **settings)
+def _parse_settings(pairs: list[str]) -> dict[str, Any]:
+    """NAME=VALUE pairs; values are JSON, or text where they are not. Raises InvalidSetting for a name that is none."""
+    from samplestore.types import RunSettings
+
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or name not in RunSettings.names():
+            raise InvalidSetting("--set", pair, "NAME=VALUE with a name of: " + ", ".join(RunSettings.names()))
+        try:
+            settings[name] = json.loads(value)
+        except ValueError:
+            settings[name] = value
+    RunSettings.parse(settings)
+    return settings
 
 
 def _read(

@@ -48,7 +48,9 @@ COMMANDS: dict[str, Listed] = {
     "runs": Listed(CLI + "status:runs", "The runs of a database.", LOOK),
     "groups": Listed(CLI + "show:groups", "Groups of a run, newest first.", LOOK),
     "show": Listed(CLI + "show:show", "One sample: status, group, segments with versions, events.", LOOK),
-    "ledger": Listed(CLI + "verify:ledger", "Where every generated token is, recounted; exit 5 if it does not close.", LOOK),
+    "ledger": Listed(
+        CLI + "verify:ledger", "Where every generated token is, recounted; exit 5 if it does not close.", LOOK
+    ),
     "check": Listed(CLI + "verify:check", "Verify every promise that a query can; exit 5 with findings.", LOOK),
     "pause": Listed(CLI + "control:pause", "Workers claim nothing more; what is in flight goes on.", CONTROL),
     "resume": Listed(CLI + "control:resume", "Workers claim again.", CONTROL),
@@ -60,7 +62,9 @@ COMMANDS: dict[str, Listed] = {
     "rewind": Listed(CLI + "control:rewind", "Go back to the checkpoint of a step.", CONTROL),
     "engines": Listed(CLI + "engines:app", "Engines and the weights they serve: list, forget.", CONTROL),
     "db": Listed(CLI + "database:app", "The schema: upgrade, current, check.", CARE),
-    "doctor": Listed(CLI + "doctor:doctor", "Check database, disk, schema, workers and engines; exit 5 on problems.", CARE),
+    "doctor": Listed(
+        CLI + "doctor:doctor", "Check database, disk, schema, workers and engines; exit 5 on problems.", CARE
+    ),
     "config": Listed(CLI + "settings:app", "The settings in force and where they come from: show.", CARE),
     "version": Listed(CLI + "settings:version", "Show the version.", CARE),
 }

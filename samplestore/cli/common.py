@@ -66,7 +66,7 @@ def opened(db: str | None) -> Iterator[Store]:
 def opened_run(db: str | None, name: str | None) -> Iterator[Run]:
     """An existing run; without a name the newest. Raises RunNotFound besides."""
     with opened(db) as store:
-        yield store.existing_run(name)
+        yield existing(store, name)
 
 
 @contextmanager
@@ -80,7 +80,16 @@ def chosen_run(db: str | None, name: str | None) -> Iterator[Run]:
                 "List them with: samplestore runs",
                 exits.USAGE,
             )
-        yield store.existing_run(name)
+        yield existing(store, name)
+
+
+def existing(store: Store, name: str | None) -> Run:
+    """An existing run; without a name the newest. Raises RunNotFound, CommandError where there are none."""
+    if name is None and not store.run_names():
+        raise exits.CommandError(
+            f"{store.database.shown_url} has no runs yet. Create one with: samplestore add-prompts FILE --run NAME"
+        )
+    return store.existing_run(name)
 
 
 def listed(numbers: list[int]) -> str:

@@ -15,9 +15,7 @@ ENGINE = 4  # an engine does not answer
 CHECK = 5  # a check found something
 INTERRUPTED = 130
 
-_TELLS_WHAT_TO_TYPE = re.compile(
-    r"(samplestore [a-z]|pip install|hf download|ps -fp|unset |ls -l|run\.\w+\(|--\w+|Use PostgreSQL)[^.]*\.?$|Run: ", re.I
-)
+_COMMAND = re.compile(r"samplestore [a-z]|pip install|hf download|ps -fp|unset |ls -l|du -|run\.\w+\(|--\w+")
 
 
 class CommandError(SampleStoreError):
@@ -52,7 +50,7 @@ def is_database_error(error: BaseException) -> bool:
 def with_next_command(error: SampleStoreError) -> str:
     """The message as one paragraph that ends with the next command to type."""
     text = " ".join(str(error).split())
-    if _TELLS_WHAT_TO_TYPE.search(text):
+    if _COMMAND.search(text.rsplit(". ", 1)[-1]):
         return text
     hint = "samplestore status" if isinstance(error, StoreBusy) else "samplestore doctor"
     return f"{text.rstrip('.')}. Look further with: {hint}"

@@ -141,7 +141,13 @@ def _rich(columns: Sequence[str], cells: list[list[str]], right: list[bool], tit
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=SIMPLE_HEAD, title=None if title is None else Text(title), title_justify="left", pad_edge=False)
+    drawn = Table(
+        box=SIMPLE_HEAD,
+        title=None if title is None else Text(title),
+        title_justify="left",
+        pad_edge=False,
+        show_edge=False,
+    )
     for i, name in enumerate(columns):
         drawn.add_column(Text(name), justify="right" if right[i] else "left", overflow="fold")
     for row in cells:

@@ -24,6 +24,7 @@ from samplestore.models import (
     Worker,
 )
 from samplestore.queries import ledger
+from samplestore.statements.ledger import counted_from_payload
 from samplestore.states import (
     CLAIMABLE,
     FINISHED,
@@ -34,7 +35,6 @@ from samplestore.states import (
     StageStatus,
     WorkerState,
 )
-from samplestore.statements.ledger import counted_from_payload
 from samplestore.types import Finding, RunSettings
 
 run, group, sample, segment, stage, worker, batch, batch_group, request, version = (

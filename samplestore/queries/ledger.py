@@ -9,8 +9,8 @@ import sqlalchemy as sa
 
 from samplestore.engine import Database
 from samplestore.models import Request
-from samplestore.states import Fate
 from samplestore.statements import ledger as st
+from samplestore.states import Fate
 
 request = Request.__table__
 

@@ -9,8 +9,8 @@ import sqlalchemy as sa
 from samplestore.clock import db_now
 from samplestore.engine import Database
 from samplestore.models import BatchRow, EngineRow, Event, Request, Run, Sample, SampleGroup, Worker
-from samplestore.states import BatchState, GroupState, SampleStatus
 from samplestore.statements import staleness
+from samplestore.states import BatchState, GroupState, SampleStatus
 
 run, group, sample, worker, engine, batch, event, request = (
     t.__table__ for t in (Run, SampleGroup, Sample, Worker, EngineRow, BatchRow, Event, Request)
@@ -47,7 +47,9 @@ def _scalar(connection: sa.Connection, *where: Any) -> int:
 
 
 def _counts(connection: sa.Connection, column: Any, where: Any, names: list[str]) -> dict[str, int]:
-    found = dict(connection.execute(sa.select(column, sa.func.count()).where(where).group_by(column)).tuples().all())
+    found: dict[str, int] = dict(
+        connection.execute(sa.select(column, sa.func.count()).where(where).group_by(column)).tuples().all()
+    )
     return {name: int(found.get(name, 0)) for name in names}
 
 
@@ -82,7 +84,8 @@ def _workers(connection: sa.Connection, run_id: int) -> list[dict[str, Any]]:
     rows = connection.execute(
         sa.select(
             worker.c.id, worker.c.kind, worker.c.name, worker.c.state, worker.c.pid, worker.c.host,
-            (db_now() - worker.c.heartbeat).label("heartbeat_age_s"), worker.c.ttl_s, held.label("samples"), worker.c.error,
+            (db_now() - worker.c.heartbeat).label("heartbeat_age_s"), worker.c.ttl_s,
+            held.label("samples"), worker.c.error,
         )
         .where(worker.c.run_id == run_id)
         .order_by(worker.c.id.desc())

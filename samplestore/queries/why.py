@@ -10,8 +10,8 @@ from samplestore.clock import db_now
 from samplestore.engine import Database
 from samplestore.models import EngineRow, Run, Sample, SampleGroup, Stage, Worker
 from samplestore.order import Cursor
-from samplestore.states import CLAIMABLE, IN_WINDOW, GroupState, RunState, StageStatus, WorkerKind, WorkerState
 from samplestore.statements import staleness
+from samplestore.states import CLAIMABLE, IN_WINDOW, GroupState, RunState, StageStatus, WorkerKind, WorkerState
 from samplestore.types import RunSettings, Why
 
 run, group, sample, stage, worker, engine = (t.__table__ for t in (Run, SampleGroup, Sample, Stage, Worker, EngineRow))

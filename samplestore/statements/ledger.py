@@ -39,7 +39,7 @@ def _joined() -> sa.FromClause:
     return segment.join(sample, sample.c.id == segment.c.sample_id).join(group, group.c.id == sample.c.group_id)
 
 
-def _by_key(amount: sa.ColumnElement[Any]) -> sa.Select[Any]:
+def _by_key(amount: sa.ColumnElement[Any]) -> Any:
     fate, reason = fate_case().label("fate"), reason_case().label("reason")
     version = sa.func.coalesce(segment.c.version_min, UNKNOWN_VERSION).label("version")
     return (
@@ -57,19 +57,21 @@ OF_GROUPS = _by_key(segment.c.n_tokens).where(group.c.id.in_(sa.bindparam("ids",
 
 
 def counted_from_payload() -> sa.ColumnElement[int]:
-    """Tokens that the bytes of a payload hold, whatever the row's n_tokens says."""
+    """Tokens that the bytes of a payload hold, whatever the row's n_tokens says; 0 if its length can't be right."""
     size = sa.func.length(segment.c.payload) - 1
     first = sa.func.substr(segment.c.payload, 1, 1, type_=sa.LargeBinary)
     with_logprobs = first == sa.literal(bytes([codec.WITH_LOGPROBS]), sa.LargeBinary)
-    return sa.case((with_logprobs, size // 8), else_=size // 4)  # `//` is whole division on both databases
+    ids_only = first == sa.literal(bytes([codec.IDS_ONLY]), sa.LargeBinary)
+    # `//` is whole division on both databases
+    return sa.case((with_logprobs & (size % 8 == 0), size // 8), (ids_only & (size % 4 == 0), size // 4), else_=0)
 
 
-def recount(run_id: int) -> sa.Select[Any]:
+def recount(run_id: int) -> Any:
     """The exact side of the ledger: tokens by (fate, reason, version), from the payloads of a whole run."""
     return _by_key(counted_from_payload()).where(sample.c.run_id == run_id)
 
 
-def kept(run_id: int) -> sa.Select[Any]:
+def kept(run_id: int) -> Any:
     """The kept side: totals by (fate, reason, version), summed over workers."""
     return (
         sa.select(total.c.fate, total.c.reason, total.c.version, sa.func.sum(total.c.amount).label("amount"))

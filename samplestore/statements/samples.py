@@ -9,8 +9,8 @@ from sqlalchemy import bindparam
 
 from samplestore.clock import db_now
 from samplestore.models import PromptRow, Request, Run, Sample, SampleGroup, Segment, Stage
-from samplestore.states import CLAIMABLE, FINISHED, RunState, SampleStatus, StageStatus
 from samplestore.statements import staleness
+from samplestore.states import CLAIMABLE, FINISHED, RunState, SampleStatus, StageStatus
 
 run, group, sample, segment, stage, prompt, request = (
     t.__table__ for t in (Run, SampleGroup, Sample, Segment, Stage, PromptRow, Request)

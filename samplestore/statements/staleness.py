@@ -29,7 +29,7 @@ MODES = ("oldest", "newest", "mean")
 run, sample, segment, version = Run.__table__, Sample.__table__, Segment.__table__, WeightVersionRow.__table__
 
 
-def freshness(v: Any = version) -> sa.ColumnElement[int]:
+def freshness(v: Any = version) -> Any:
     """Rises with freshness: depth along the current timeline, lowered for branches that were left."""
     return 2 * v.c.common_depth - v.c.depth
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from samplestore import codec
 from samplestore.clock import db_now
 from samplestore.errors import InvalidSetting, LeaseLost, RewindTooFar, StepAlreadyCommitted, StepHeld
 from samplestore.models import BatchGroup, BatchRow, Run, Sample, SampleGroup, Segment, Timeline, WeightVersionRow
-from samplestore.states import IN_WINDOW, LIVE_BATCH, BatchState, GroupState, StalePolicy
 from samplestore.statements import staleness
+from samplestore.states import IN_WINDOW, LIVE_BATCH, BatchState, GroupState, StalePolicy
 from samplestore.types import WeightVersion
 from samplestore.verbs import groups, weights
 from samplestore.verbs.tx import SHARED, Tx
@@ -28,13 +29,16 @@ def lease(tx: Tx, worker_id: int, step: int, n_groups: int, policy: dict[str, An
     policy: {"max_staleness": int, "staleness": mode, "stale": "skip" | "mask", ...}, stored with the batch.
     Raises StepAlreadyCommitted, StepHeld, WorkerDead.
     """
+    if isinstance(n_groups, bool) or not isinstance(n_groups, int) or n_groups < 1:
+        raise InvalidSetting("groups", n_groups, "a whole number above 0")
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise InvalidSetting("step", step, "a whole number from 0")
     tx.require_live(worker_id)
     row = tx.lock_run()
     held = tx.execute(
         sa.select(batch).where(
             batch.c.run_id == tx.run_id,
-            batch.c.timeline == row.timeline,
-            batch.c.step == step,
+            batch.c.step == step,  # on any timeline: a rewind has marked what the current one does not contain
             batch.c.state.in_([s.value for s in LIVE_BATCH]),
         )
     ).one_or_none()
@@ -48,8 +52,10 @@ def lease(tx: Tx, worker_id: int, step: int, n_groups: int, policy: dict[str, An
     if len(found) < n_groups:
         return None
     ids = [r.id for r in found]
-    counts = tx.execute(
-        sa.select(sa.func.sum(group.c.n_samples - group.c.n_failed), sa.func.sum(group.c.n_tokens)).where(group.c.id.in_(ids))
+    counts: Any = tx.execute(
+        sa.select(sa.func.sum(group.c.n_samples - group.c.n_failed), sa.func.sum(group.c.n_tokens)).where(
+            group.c.id.in_(ids)
+        )
     ).one()
     batch_id = tx.execute(
         sa.insert(batch)
@@ -109,8 +115,7 @@ def group_ids(tx: Tx, batch_id: int) -> list[int]:
 def commit(tx: Tx, batch_id: int, worker_id: int) -> None:
     """Settle a batch: its groups are consumed, once. Repeating it is harmless. Raises LeaseLost."""
     tx.as_worker(worker_id)
-    ids = group_ids(tx, batch_id)
-    tx.lock_groups(ids)
+    # The batch before its groups, here as in a reap and a rewind: the other way round they deadlock.
     changed = tx.execute(
         sa.update(batch)
         .where(batch.c.id == batch_id, batch.c.owner == worker_id, batch.c.state == BatchState.LEASED.value)
@@ -121,6 +126,8 @@ def commit(tx: Tx, batch_id: int, worker_id: int) -> None:
         if row.state == BatchState.COMMITTED and row.owner == worker_id:
             return
         raise LeaseLost("batch", batch_id, 0, row.owner)
+    ids = group_ids(tx, batch_id)
+    tx.lock_groups(ids)
     _set_groups(tx, batch_id, BatchState.COMMITTED)
     _move(tx, ids, GroupState.CONSUMED)
 
@@ -128,7 +135,7 @@ def commit(tx: Tx, batch_id: int, worker_id: int) -> None:
 def release(tx: Tx, batch_id: int, worker_id: int, reason: str) -> None:
     """Give a leased batch back, all groups ready again. Repeating it is harmless. Raises LeaseLost."""
     tx.as_worker(worker_id)
-    row = tx.execute(sa.select(batch).where(batch.c.id == batch_id)).one()
+    row = tx.execute(sa.select(batch).where(batch.c.id == batch_id).with_for_update(key_share=True)).one()
     if row.owner != worker_id or row.state not in (BatchState.LEASED, BatchState.RELEASED):
         raise LeaseLost("batch", batch_id, 0, row.owner)
     if row.state == BatchState.LEASED:
@@ -136,7 +143,8 @@ def release(tx: Tx, batch_id: int, worker_id: int, reason: str) -> None:
 
 
 def give_back(tx: Tx, batch_id: int, state: BatchState, reason: str) -> list[int]:
-    """End a batch without consumption: `released` or `rewound`. Its groups are ready again."""
+    """End a (locked) batch without consumption: `released` or `rewound`. Its groups are ready again."""
+    reason = codec.clean_text(reason)  # may be the text of a trainer's exception
     ids = group_ids(tx, batch_id)
     tx.lock_groups(ids)
     tx.execute(
@@ -170,6 +178,7 @@ def rewind(tx: Tx, step: int) -> WeightVersion:
             ),
         )
         .order_by(batch.c.id)
+        .with_for_update(key_share=True)  # a commit that is under way ends first
     )  # fmt: skip
     tx.as_worker(SHARED)
     for b in undone:
@@ -197,9 +206,7 @@ def _branch(tx: Tx, row: Any, step: int) -> WeightVersion:
         .values(abandoned_at=db_now())
     )
     tx.execute(
-        sa.update(version)
-        .where(of_run, version.c.common_depth > source.depth)
-        .values(common_depth=source.depth)
+        sa.update(version).where(of_run, version.c.common_depth > source.depth).values(common_depth=source.depth)
     )
     number, branch = row.last_version + 1, int(
         tx.execute(sa.select(sa.func.max(timeline.c.number)).where(timeline.c.run_id == tx.run_id)).scalar_one()
@@ -217,9 +224,7 @@ def _branch(tx: Tx, row: Any, step: int) -> WeightVersion:
         )
     )  # fmt: skip
     tx.execute(
-        sa.update(run)
-        .where(run.c.id == tx.run_id)
-        .values(timeline=branch, current_version=number, last_version=number)
+        sa.update(run).where(run.c.id == tx.run_id).values(timeline=branch, current_version=number, last_version=number)
     )
     return weights.as_version(weights.row_of(tx, number))
 
@@ -236,8 +241,9 @@ def _refresh_window(tx: Tx) -> None:
     found = tx.rows(
         sa.select(segment.c.sample_id, segment.c.version_min, staleness.freshness(version).label("freshness"))
         .select_from(
-            segment.join(sample, (sample.c.id == segment.c.sample_id) & (sample.c.incarnation == segment.c.incarnation))
-            .join(version, (version.c.run_id == sample.c.run_id) & (version.c.version == segment.c.version_min))
+            segment.join(
+                sample, (sample.c.id == segment.c.sample_id) & (sample.c.incarnation == segment.c.incarnation)
+            ).join(version, (version.c.run_id == sample.c.run_id) & (version.c.version == segment.c.version_min))
         )
         .where(sample.c.group_id.in_(ids), segment.c.loss == 1)
         .distinct()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
+from samplestore import codec
 from samplestore.clock import db_now
-from samplestore.errors import InvalidTransition
+from samplestore.errors import InvalidTransition, NotInRun
 from samplestore.models import Sample, SampleGroup, Segment, Stage
+from samplestore.statements import samples as st
+from samplestore.statements import staleness
 from samplestore.states import (
     CLAIMABLE,
     FINISHED,
@@ -22,8 +25,6 @@ from samplestore.states import (
     StalePolicy,
     StragglerPolicy,
 )
-from samplestore.statements import samples as st
-from samplestore.statements import staleness
 from samplestore.verbs.tx import Tx
 
 group, sample, stage, segment = (t.__table__ for t in (SampleGroup, Sample, Stage, Segment))
@@ -37,7 +38,7 @@ def _from(target: GroupState) -> list[str]:
 
 
 def count(
-    tx: Tx, group_id: int, *, n_open: int = 0, n_unscored: int = 0, n_failed: int = 0, on_failed: str | None = None
+    tx: Tx, group_id: int, *, n_open: int = 0, n_unscored: int = 0, n_failed: int = 0
 ) -> None:
     """Change a group's counters; whoever reaches zero moves the group on. Deciding by NOT EXISTS over siblings
     instead would strand the group on PostgreSQL when the last two finish at once."""
@@ -49,14 +50,23 @@ def count(
             n_unscored=group.c.n_unscored + n_unscored,
             n_failed=group.c.n_failed + n_failed,
         )
-        .returning(group.c.state, group.c.n_open, group.c.n_unscored, group.c.n_failed, group.c.n_samples)
+        .returning(
+            group.c.state, group.c.n_open, group.c.n_unscored, group.c.n_failed, group.c.n_samples, group.c.straggling_at
+        )
     ).one()
     if row.state not in (GroupState.OPEN, GroupState.SCORING):
         return
     if row.n_open == 0 and row.n_unscored == 0:
-        _complete(tx, group_id, row, on_failed or tx.settings.on_failed)
+        _complete(tx, group_id, row, _policy(tx, row))
     elif row.n_open == 0 and row.state == GroupState.OPEN:
         tx.execute(sa.update(group).where(group.c.id == group_id).values(state=GroupState.SCORING.value))
+
+
+def _policy(tx: Tx, row: Any) -> str:
+    """What becomes of a group with failed samples. One whose straggler was cut off is delivered short, also when its
+    last reward comes later and however other failures are treated: those have closed the group already."""
+    short = row.straggling_at is not None and tx.settings.on_straggler == StragglerPolicy.SHORT
+    return FailedPolicy.SHORT.value if short else tx.settings.on_failed
 
 
 def _complete(tx: Tx, group_id: int, row: Any, on_failed: str) -> None:
@@ -112,6 +122,7 @@ def close(tx: Tx, ids: Sequence[int], state: str, reason: str) -> None:
     """End (locked) groups that will not be trained on. Their owners lose samples and stages: attempt rises, so that
     a late write gets LeaseLost and its request is cancelled."""
     target = GroupState(state)
+    tx.lock_samples_of(ids)
     with tx.moving(groups=ids):
         closed = [
             row.id
@@ -139,12 +150,22 @@ def close(tx: Tx, ids: Sequence[int], state: str, reason: str) -> None:
 
 
 def drop(tx: Tx, ids: Sequence[int], reason: str) -> int:
-    """Operator's drop. Raises InvalidTransition for groups that a trainer holds or has consumed."""
-    for row in tx.lock_groups(ids).values():
-        if row.state not in _from(GroupState.DROPPED):
+    """Operator's drop; groups that are dropped already stay so. Raises InvalidTransition for groups that a trainer
+    holds or has consumed, NotInRun."""
+    found = tx.lock_groups(ids)
+    _all_of_run(tx, "group", ids, found.values())
+    for row in found.values():
+        if row.state not in (*_from(GroupState.DROPPED), GroupState.DROPPED):
             raise InvalidTransition("group", row.id, row.state, "drop", ", ".join(_from(GroupState.DROPPED)))
-    close(tx, ids, GroupState.DROPPED, reason)
+    # the reason is a key of the ledger, and PostgreSQL's keys are short
+    close(tx, ids, GroupState.DROPPED, codec.clean_text(reason, 200))
     return len(ids)
+
+
+def _all_of_run(tx: Tx, what: str, ids: Sequence[int], found: Iterable[Any]) -> None:
+    missing = sorted(set(ids) - {row.id for row in found if row.run_id == tx.run_id})
+    if missing:
+        raise NotInRun(what, missing)
 
 
 def reopen(tx: Tx, ids: Sequence[int]) -> None:
@@ -159,7 +180,11 @@ def reopen(tx: Tx, ids: Sequence[int]) -> None:
     for id in ids:
         recounted = _recount(tx, id)
         state = (
-            GroupState.OPEN if recounted["n_open"] else GroupState.SCORING if recounted["n_unscored"] else GroupState.READY
+            GroupState.OPEN
+            if recounted["n_open"]
+            else GroupState.SCORING
+            if recounted["n_unscored"]
+            else GroupState.READY
         )
         ready = _summary(tx, id) if state == GroupState.READY else {"ready_at": None}
         tx.execute(
@@ -184,10 +209,13 @@ def _recount(tx: Tx, group_id: int) -> dict[str, int]:
 
 def requeue(tx: Tx, sample_ids: Sequence[int], reason: str) -> int:
     """Start samples afresh: a new incarnation, nothing generated is carried over; the old tokens are superseded."""
-    ids = sorted({row.group_id for row in tx.rows(sa.select(sample.c.group_id).where(sample.c.id.in_(sample_ids)))})
+    asked = tx.rows(sa.select(sample.c.id, sample.c.run_id, sample.c.group_id).where(sample.c.id.in_(sample_ids)))
+    _all_of_run(tx, "sample", sample_ids, asked)
+    ids = sorted({row.group_id for row in asked})
     for row in tx.lock_groups(ids).values():
         if GroupState(row.state) not in (*IN_WINDOW, GroupState.DROPPED):
             raise InvalidTransition("group", row.id, row.state, "requeue", "open, scoring, ready, dropped")
+    tx.lock_samples_of(ids)
     with tx.moving(groups=ids):
         tx.execute(
             sa.update(stage)
@@ -253,15 +281,21 @@ def settle_stragglers(tx: Tx) -> int:
         tx.event("straggler", policy.value, group_id=row.id, details={"unfinished": row.n_open})
         if policy == StragglerPolicy.WAIT:
             continue
+        tx.lock_samples_of([row.id])
         with tx.moving(groups=[row.id]):
             failed = tx.execute(
                 sa.update(sample)
                 .where(sample.c.group_id == row.id, sample.c.status.in_([s.value for s in CLAIMABLE]))
-                .values(status=SampleStatus.FAILED.value, error="passed the group deadline", finished_at=db_now(), **st.LET_GO)
+                .values(
+                    status=SampleStatus.FAILED.value,
+                    error="passed the group deadline",
+                    finished_at=db_now(),
+                    **st.LET_GO,
+                )
             ).rowcount
         if policy == StragglerPolicy.DROP:
             count(tx, row.id, n_open=-failed, n_failed=failed)
             close(tx, [row.id], GroupState.DROPPED, "straggler")
         else:
-            count(tx, row.id, n_open=-failed, n_failed=failed, on_failed=FailedPolicy.SHORT)
+            count(tx, row.id, n_open=-failed, n_failed=failed)
     return len(late)

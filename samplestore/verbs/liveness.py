@@ -14,8 +14,8 @@ from samplestore.clock import db_now
 from samplestore.errors import WorkerDead
 from samplestore.migrations import REVISION
 from samplestore.models import BatchRow, EngineRow, Request, Run, Sample, Stage, Worker
-from samplestore.states import BatchState, Fate, StageStatus, WorkerKind, WorkerState
 from samplestore.statements import samples as st
+from samplestore.states import BatchState, Fate, StageStatus, WorkerKind, WorkerState
 from samplestore.types import Heartbeat, Reaped
 from samplestore.verbs import batches, groups, samples
 from samplestore.verbs.tx import SHARED, Tx
@@ -123,7 +123,9 @@ def _free(tx: Tx, stuck: sa.ColumnElement[bool], reason: str) -> tuple[int, int,
         batches.give_back(tx, row.id, BatchState.RELEASED, "trainer dead")
     tx.as_worker(SHARED)
     samples_freed = _free_samples(tx, not_live, stuck, reason)
-    stages_freed = tx.execute(_free_owned(stage, not_live, tx.run_id, stage.c.status == StageStatus.PENDING.value)).rowcount
+    stages_freed = tx.execute(
+        _free_owned(stage, not_live, tx.run_id, stage.c.status == StageStatus.PENDING.value)
+    ).rowcount
     engines_freed = tx.execute(_free_owned(engine, not_live, tx.run_id)).rowcount
     tx.execute(
         sa.update(request)
@@ -175,7 +177,9 @@ def disown(tx: Tx, worker_id: int, held: Sequence[int]) -> int:
     """Free samples that this worker owns without knowing: a claim that was committed, its answer lost. `held`: the
     sample ids that it does know."""
     strays = tx.rows(
-        sa.select(sample.c.id).where(sample.c.owner == worker_id, sample.c.id.not_in(list(held))).order_by(sample.c.id)
+        sa.select(sample.c.id)
+        .where(sample.c.owner == worker_id, sample.c.id.not_in(list(held)))
+        .order_by(sample.c.id)
         .with_for_update(key_share=True)
     )
     for row in strays:

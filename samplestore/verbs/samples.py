@@ -11,15 +11,13 @@ from samplestore import codec
 from samplestore.clock import db_now
 from samplestore.errors import InvalidSegment, InvalidSetting, LeaseLost, SequenceConflict
 from samplestore.models import Request, Sample, Segment, SegmentArray, Stage
-from samplestore.states import FINISHED, Fate, SampleStatus, SegmentKind
 from samplestore.statements import samples as st
-from samplestore.types import Claim, Ids, RequestInfo, StageClaim
+from samplestore.states import FINISHED, Fate, SampleStatus, SegmentKind
+from samplestore.types import Claim, RequestInfo, StageClaim
 from samplestore.verbs import groups, stages
 from samplestore.verbs.tx import Tx
 
-sample, segment, segment_array, stage, request = (
-    t.__table__ for t in (Sample, Segment, SegmentArray, Stage, Request)
-)
+sample, segment, segment_array, stage, request = (t.__table__ for t in (Sample, Segment, SegmentArray, Stage, Request))
 
 Version = int | tuple[int, int] | None  # one version; (min, max) where a label straddled a change; not known
 
@@ -27,7 +25,8 @@ Version = int | tuple[int, int] | None  # one version; (min, max) where a label 
 def claim(tx: Tx, worker_id: int, limit: int) -> list[Claim]:
     """Take up to `limit` samples for `worker_id`: resumable ones first, siblings together. Raises WorkerDead."""
     tx.require_live(worker_id)
-    ids = [row.id for row in tx.rows(st.CLAIM, {"b_run": tx.run_id, "b_owner": worker_id, "limit": limit})]
+    # SQLite reads a negative limit as none at all
+    ids = [row.id for row in tx.rows(st.CLAIM, {"b_run": tx.run_id, "b_owner": worker_id, "limit": max(0, limit)})]
     return load_claims(tx, ids, worker_id, taken_from=Fate.RESUMABLE)
 
 
@@ -46,7 +45,7 @@ def load_claims(tx: Tx, ids: list[int], worker_id: int, taken_from: Fate | None)
             sample_id=row.id,
             group_id=row.group_id,
             group_number=row.group_number,
-            index=row.index,
+            index=row._mapping["index"],
             owner=worker_id,
             attempt=row.attempt,
             incarnation=row.incarnation,
@@ -177,7 +176,7 @@ def _refused(tx: Tx, claim: Claim, seq: int, payload: bytes) -> None:
 
 
 def _require_owner(tx: Tx, claim: Claim) -> sa.Row[Any]:
-    row = tx.execute(sa.select(sample).where(sample.c.id == claim.sample_id)).one()
+    row = tx.execute(sa.select(sample).where(sample.c.id == claim.sample_id).with_for_update(key_share=True)).one()
     if (row.owner, row.attempt, row.incarnation) != (claim.owner, claim.attempt, claim.incarnation):
         raise LeaseLost("sample", claim.sample_id, claim.attempt, row.owner, row.attempt)
     return row
@@ -210,11 +209,18 @@ def finish(
     if new not in FINISHED:
         raise InvalidSetting("status", status, " | ".join(FINISHED))
     if stored.n_tokens == 0:
+        _require_owner(tx, claim)  # after a requeue there are no tokens either, but that is not the caller's fault
         raise InvalidSegment("a sample without tokens cannot finish; release or fail it", field="tokens")
     with tx.moving(samples=[claim.sample_id]):
         changed = tx.execute(
             st.FINISH,
-            {"sample_id": claim.sample_id, "b_owner": claim.owner, "fence": claim.attempt, "new_status": new.value, "reason": reason},
+            {
+                "sample_id": claim.sample_id,
+                "b_owner": claim.owner,
+                "fence": claim.attempt,
+                "new_status": new.value,
+                "reason": reason,
+            },
         ).rowcount
     if changed != 1:
         _ended_before(tx, claim, *FINISHED, SampleStatus.FAILED)
@@ -254,8 +260,8 @@ def fail(tx: Tx, claim: Claim, error: str, backoff_s: float = 1.0) -> str:
         changed = tx.execute(
             st.FAIL,
             {
-                "sample_id": claim.sample_id, "b_owner": claim.owner, "fence": claim.attempt, "new_status": status.value,
-                "said": said, "backoff": backoff_s * 2**row.failures,
+                "sample_id": claim.sample_id, "b_owner": claim.owner, "fence": claim.attempt,
+                "new_status": status.value, "said": said, "backoff": backoff_s * 2**row.failures,
             },
         ).rowcount  # fmt: skip
     if changed != 1:
@@ -286,7 +292,14 @@ def begin_request(tx: Tx, claim: Claim, rid: str, engine: str | None, temperatur
             .where(sample.c.id == claim.sample_id, sample.c.attempt == claim.attempt)
             .values(n_resumes=sample.c.n_resumes + 1)
         )
-        tx.event("resume", None, worker_id=claim.owner, sample_id=claim.sample_id, group_id=claim.group_id, tokens=claim.n_tokens)
+        tx.event(
+            "resume",
+            None,
+            worker_id=claim.owner,
+            sample_id=claim.sample_id,
+            group_id=claim.group_id,
+            tokens=claim.n_tokens,
+        )
 
 
 def end_request(tx: Tx, info: RequestInfo) -> None:

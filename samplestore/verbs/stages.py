@@ -13,8 +13,8 @@ from samplestore import codec
 from samplestore.clock import db_now
 from samplestore.errors import InvalidSetting, LeaseLost
 from samplestore.models import Sample, Stage
-from samplestore.states import SampleStatus, StageStatus
 from samplestore.statements import samples as st
+from samplestore.states import SampleStatus, StageStatus
 from samplestore.types import Claim, Ids, StageClaim
 from samplestore.verbs import groups
 from samplestore.verbs.tx import Tx
@@ -60,7 +60,7 @@ def owned_by(tx: Tx, sample_id: int, worker_id: int) -> list[StageClaim]:
 def claim_stages(tx: Tx, worker_id: int, limit: int) -> list[StageClaim]:
     """Take up to `limit` pending stages, oldest first. Raises WorkerDead."""
     tx.require_live(worker_id)
-    ids = [row.id for row in tx.rows(st.CLAIM_STAGES, {"b_run": tx.run_id, "b_owner": worker_id, "limit": limit})]
+    ids = [row.id for row in tx.rows(st.CLAIM_STAGES, {"b_run": tx.run_id, "b_owner": worker_id, "limit": max(0, limit)})]
     return _load(tx, ids, worker_id)
 
 
@@ -72,7 +72,7 @@ def _load(tx: Tx, ids: list[int], worker_id: int) -> list[StageClaim]:
     return [
         StageClaim(
             run_id=tx.run_id, stage_id=row.stage_id, name=row.name, sample_id=row.id, group_id=row.group_id,
-            group_number=row.group_number, index=row.index, owner=worker_id, attempt=row.stage_attempt,
+            group_number=row.group_number, index=row._mapping["index"], owner=worker_id, attempt=row.stage_attempt,
             failures=row.stage_failures, status=row.status, prompt=row.prompt, label=row.label,
             metadata=row.prompt_metadata or {}, prompt_ids=codec.ids_from(row.prompt_ids),
             response_ids=tokens.get(row.id, np.empty(0, dtype=np.int32)),
@@ -121,7 +121,12 @@ def score(
 
 
 def fail_stage(
-    tx: Tx, claim: StageClaim, error: str, outcome: str = VERIFIER_ERROR, elapsed_s: float | None = None, backoff_s: float = 1.0
+    tx: Tx,
+    claim: StageClaim,
+    error: str,
+    outcome: str = VERIFIER_ERROR,
+    elapsed_s: float | None = None,
+    backoff_s: float = 1.0,
 ) -> str:
     """Record that a stage gave no result. It is tried again until max_attempts; then the sample is `failed` and the
     error kept: never a reward of 0. Returns the stage's new status."""

@@ -20,8 +20,8 @@ from samplestore.clock import db_now
 from samplestore.engine import Database
 from samplestore.errors import WorkerDead
 from samplestore.models import Event, Run, SampleGroup, Worker
-from samplestore.states import Fate, WorkerState
 from samplestore.statements import ledger
+from samplestore.states import Fate, WorkerState
 from samplestore.types import RunSettings
 
 run, group, worker, event = (t.__table__ for t in (Run, SampleGroup, Worker, Event))
@@ -41,7 +41,7 @@ class Tx:
     def execute(self, statement: Any, parameters: Any = None) -> sa.CursorResult[Any]:
         return self.connection.execute(statement, parameters)
 
-    def rows(self, statement: Any, parameters: Any = None) -> Sequence[sa.Row[Any]]:
+    def rows(self, statement: Any, parameters: Any = None) -> Sequence[Any]:
         return self.connection.execute(statement, parameters).fetchall()
 
     def as_worker(self, worker_id: int) -> None:
@@ -53,7 +53,9 @@ class Tx:
         owned by a worker that no longer exists. Raises WorkerDead."""
         self.as_worker(worker_id)
         state = self.execute(
-            sa.select(worker.c.state).where(worker.c.id == worker_id, worker.c.run_id == self.run_id).with_for_update(read=True)
+            sa.select(worker.c.state)
+            .where(worker.c.id == worker_id, worker.c.run_id == self.run_id)
+            .with_for_update(read=True)
         ).scalar()
         if state != WorkerState.LIVE:
             raise WorkerDead(worker_id)
@@ -64,9 +66,23 @@ class Tx:
 
     def lock_groups(self, ids: Sequence[int]) -> dict[int, sa.Row[Any]]:
         found = self.rows(
-            sa.select(group).where(group.c.id.in_(sorted(set(ids)))).order_by(group.c.id).with_for_update(key_share=True)
+            sa.select(group)
+            .where(group.c.id.in_(sorted(set(ids))))
+            .order_by(group.c.id)
+            .with_for_update(key_share=True)
         )
         return {row.id: row for row in found}
+
+    def lock_samples_of(self, group_ids: Sequence[int]) -> None:
+        """Lock all samples of (locked) groups before counting what they hold. Appends and claims lock no group: one
+        that committed between the count and the change would leave its tokens twice in the ledger, and a claim of
+        that moment would own a sample of a closed group."""
+        self.rows(
+            sa.select(ledger.sample.c.id)
+            .where(ledger.sample.c.group_id.in_(group_ids))
+            .order_by(ledger.sample.c.id)
+            .with_for_update(key_share=True)
+        )
 
     # -- ledger
 
@@ -94,9 +110,9 @@ class Tx:
     def fold(self, worker_ids: Sequence[int]) -> None:
         """Move the totals of workers that are gone to the shared rows, so that the table stays small."""
         removed = self.rows(
-            sa.delete(ledger.total).where(ledger.total.c.worker_id.in_(worker_ids)).returning(
-                ledger.total.c.fate, ledger.total.c.reason, ledger.total.c.version, ledger.total.c.amount
-            )
+            sa.delete(ledger.total)
+            .where(ledger.total.c.worker_id.in_(worker_ids))
+            .returning(ledger.total.c.fate, ledger.total.c.reason, ledger.total.c.version, ledger.total.c.amount)
         )
         for fate, reason, version, amount in removed:
             self._deltas[(SHARED, (fate, reason, version))] += amount

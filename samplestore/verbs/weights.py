@@ -128,9 +128,7 @@ def engine_updated(tx: Tx, held: dict[str, Any], label: str | None, error: str |
     failures = engine.c.failures + 1
     changed = tx.execute(
         sa.update(engine)
-        .where(
-            engine.c.id == held["engine_id"], engine.c.owner == held["owner"], engine.c.attempt == held["attempt"]
-        )
+        .where(engine.c.id == held["engine_id"], engine.c.owner == held["owner"], engine.c.attempt == held["attempt"])
         .values(
             owner=None,
             label=label,

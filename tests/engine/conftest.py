@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 CORPUS = [
@@ -154,3 +155,16 @@ def engine(tiny_model: Path) -> Iterator[RunningEngine]:
     yield running
     code = running.stop()
     assert code == 0, f"the engine ended with {code}"
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model: Path, tiny_model_v1: Path) -> dict[str, Any]:
+    from samplestore.workers.cpu_engine.checkpoint import load_model
+
+    return {"v0": load_model(str(tiny_model), "float32"), "v1": load_model(str(tiny_model_v1), "float32")}

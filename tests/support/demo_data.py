@@ -33,9 +33,9 @@ HOSTILE_ANSWER = (
     '"><svg onload=alert(2)></svg></span><script>window.pwned = true</script> & <b>bold?</b> '
     "<a href=\"javascript:alert(3)\">link</a> <iframe src='http://203.0.113.7/'></iframe>\n"
     "right-to-left \u202etxt.exe\u202c isolated \u2067abc\u2069 zero\u200bwidth \u001b[31mred\u001b[0m bell\u0007 "
-    "tab\tend\r\ncombining a\u0301\u0302\u0303 $x^2$ **markdown** ![i](http://203.0.113.7/p.png)\n"
+    "tab\tend\r\n伟雪 combining a\u0301\u0302\u0303 $x^2$ **markdown** ![i](http://203.0.113.7/p.png)\n"
 )
-NAMES = ("Ada", "Grace", "Émile", "Sofía", "Wei 伟", "Noor", "Jürgen", "Yuki 雪")
+NAMES = ("Ada", "Grace", "Émile", "Sofía", "Zoë", "Noor", "Jürgen", "Łukasz")
 
 
 @dataclass
@@ -235,7 +235,8 @@ def _train(b: _Builder) -> None:
     b.engines()
     for step in range(4):
         for claim in b.claim(28 if step == 0 else 20):
-            if b.generate(claim, None if b.rng.random() < 0.8 else b.rng.randint(30, 60)):
+            spanning = (claim.group_number, claim.index) == b.demo.spanning
+            if b.generate(claim, 30 if spanning else None if b.rng.random() < 0.8 else b.rng.randint(30, 60)):
                 b.finish(claim, "truncated" if b.rng.random() < 0.06 else None)
             else:
                 b.release(claim, "weight update")
@@ -246,11 +247,14 @@ def _train(b: _Builder) -> None:
         b.score(200)
         b.step(step, 3 if step == 0 else 4)
         for claim in b.claim(3):
-            b.generate(claim, b.rng.randint(25, 50))
+            name = (claim.group_number, claim.index)
+            if step == 2 and b.demo.spanning[0] < 0 and b.text_of(claim).size > 90 and not claim.n_tokens:
+                b.demo.spanning = name  # it is written under three versions
+            if not (step == 3 and name == b.demo.spanning):
+                b.generate(claim, b.rng.randint(25, 40))
             b.release(claim, "weight update")
         b.publish(step)
         b.engines(behind=step % 2)
-    _span(b)
 
 
 def _tool_use(b: _Builder) -> None:
@@ -286,20 +290,6 @@ def _trouble(b: _Builder) -> None:
     for other in [c for c in b.held if b.owned(c)]:
         b.release(other, "rebalance")
     b.held.clear()
-
-
-def _span(b: _Builder) -> None:
-    """One sample that is written under three versions: kept through an update, then aborted and resumed."""
-    claim = b.claim(1)[0]
-    rest = b.text_of(claim)[claim.n_tokens :]
-    while rest.size < 60 or claim.metadata.get("hostile"):
-        b.generate(claim)
-        b.finish(claim)
-        claim = b.claim(1)[0]
-        rest = b.text_of(claim)[claim.n_tokens :]
-    b.generate(claim, 30)
-    b.release(claim, "weight update")
-    b.demo.spanning = (claim.group_number, claim.index)
 
 
 def _leave_in_the_middle(b: _Builder) -> None:

@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from .checkpoint import load_model
+from .pulse import Pulse
 from .request import Request
 from .runner import ModelRunner
 from .sampler import Picked
@@ -64,8 +65,7 @@ class Scheduler:
         self._loading = False
         self._busy = False
         self._closing = False
-        self._wake = asyncio.Event()
-        self._watchers: list[asyncio.Future[None]] = []
+        self._pulse = Pulse()
         self._update_lock = asyncio.Lock()
         # OpenMP counts threads per calling thread, so the limit is set again where the model runs.
         self._executor = ThreadPoolExecutor(1, "model", initializer=torch.set_num_threads, initargs=(threads,))
@@ -87,7 +87,7 @@ class Scheduler:
         request.order = self._order
         self.by_rid[request.rid] = request
         self.waiting.append(request)
-        self._wake.set()
+        self._pulse.wake()
 
     def abort(self, rid: str) -> None:
         """Abort the request with exactly this id; an unknown id is ignored."""
@@ -102,8 +102,8 @@ class Scheduler:
     async def pause(self, mode: str) -> None:
         """Stop stepping: `abort` ends everything in flight, `retract` queues it again, `in_place` freezes it."""
         self.paused = mode
-        self._notify()
-        await self._until(lambda: not self._busy)
+        self._pulse.changed()
+        await self._pulse.until(lambda: not self._busy)
         if self.paused != mode:
             return
         if mode == "abort":
@@ -111,13 +111,13 @@ class Scheduler:
         elif mode == "retract":
             for request in sorted(self.running, key=lambda item: item.order, reverse=True):
                 self._retract(request)
-        self._notify()
+        self._pulse.changed()
 
     def resume(self) -> None:
         """Go on after a pause; harmless when not paused."""
         self.paused = None
-        self._wake.set()
-        self._notify()
+        self._pulse.wake()
+        self._pulse.changed()
 
     async def update_weights(self, path: str, version: str | None, abort_all: bool) -> int:
         """Serve the checkpoint in `path`; returns how many paused requests live through it.
@@ -131,9 +131,9 @@ class Scheduler:
                 self.abort_all()
             self._hold_from = self._order
             try:
-                await self._until(lambda: self.paused is not None or not self._older_in_flight())
+                await self._pulse.until(lambda: self.paused is not None or not self._older_in_flight())
                 self._loading = True
-                await self._until(lambda: not self._busy)
+                await self._pulse.until(lambda: not self._busy)
                 load = functools.partial(load_model, path, self._dtype, self.runner.shapes)
                 model = await asyncio.get_running_loop().run_in_executor(self._loader, load)
                 self.runner.swap(model)
@@ -146,14 +146,14 @@ class Scheduler:
             finally:
                 self._hold_from = None
                 self._loading = False
-                self._wake.set()
-                self._notify()
+                self._pulse.wake()
+                self._pulse.changed()
 
     async def relabel(self, version: str, abort_all: bool) -> None:
         """Change the version label only; `abort_all` aborts what is in flight first."""
         if abort_all:
             self.abort_all()
-        await self._until(lambda: not self._busy)
+        await self._pulse.until(lambda: not self._busy)
         self.version = version
 
     async def drained(self) -> None:
@@ -161,12 +161,12 @@ class Scheduler:
         if self.paused is not None:
             self.abort_all()
             self.resume()
-        await self._until(lambda: not self.by_rid)
+        await self._pulse.until(lambda: not self.by_rid)
 
     def close(self) -> None:
         """Make `run` return after the current step."""
         self._closing = True
-        self._wake.set()
+        self._pulse.wake()
 
     # The loop.
 
@@ -175,7 +175,7 @@ class Scheduler:
         while not self._closing:
             self._abort_requests([item for item in self.running if item.abort_wanted])
             if self.paused is not None or self._loading:
-                await self._sleep(None)
+                await self._pulse.sleep(None)
             elif stale := next((item for item in self.running if item.stale_rows), None):
                 await self._refill(stale)
             elif (request := self._next_waiting()) is not None:
@@ -183,11 +183,11 @@ class Scheduler:
             elif self.running:
                 delay = self._next_decode - time.monotonic()
                 if delay > 0:
-                    await self._sleep(delay)
+                    await self._pulse.sleep(delay)
                 else:
                     await self._decode()
             else:
-                await self._sleep(None)
+                await self._pulse.sleep(None)
         self._executor.shutdown(wait=True)
         self._loader.shutdown(wait=False, cancel_futures=True)
 
@@ -254,7 +254,7 @@ class Scheduler:
             return None
         finally:
             self._busy = False
-            self._notify()
+            self._pulse.changed()
 
     def _take(self, batch: list[Request], picked: Picked, version: str) -> None:
         for row, request in enumerate(batch):
@@ -308,7 +308,7 @@ class Scheduler:
                 ended.append(request)
         if requests:
             self._settle(ended)
-            self._wake.set()
+            self._pulse.wake()
 
     def _settle(self, requests: list[Request]) -> None:
         for request in requests:
@@ -319,7 +319,7 @@ class Scheduler:
             if self.by_rid.pop(request.rid, None) is not None:
                 self.finished_total += 1
         if requests:
-            self._notify()
+            self._pulse.changed()
 
     def _leave(self, request: Request) -> None:
         row, last = self.running.index(request), len(self.running) - 1
@@ -328,25 +328,3 @@ class Scheduler:
             self.runner.cache.move(last, row, mover.length)
             self.running[row] = mover
         self.running.pop()
-
-    # Waiting.
-
-    async def _sleep(self, seconds: float | None) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
-        except TimeoutError:
-            return
-        self._wake.clear()
-
-    async def _until(self, reached: Callable[[], bool]) -> None:
-        while not reached():
-            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._watchers.append(watcher)
-            await watcher
-
-    def _notify(self) -> None:
-        watchers, self._watchers = self._watchers, []
-        for watcher in watchers:
-            if not watcher.done():
-                watcher.set_result(None)

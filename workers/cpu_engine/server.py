@@ -28,7 +28,7 @@ def run_server(options: EngineOptions) -> None:
     """Serve until SIGTERM or SIGINT has drained the engine. Raises `ValueError` if it can't start."""
     # Nothing may be fetched from a hub: a path that doesn't exist must be an error and not a download.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(options.threads)
     asyncio.run(_serve(options))
 

@@ -1,0 +1,112 @@
+"""Pieces of the trajectory page as HTML. Pure functions: data in, escaped text out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from samplestore.dashboard import look, parts
+from samplestore.dashboard.look import line
+from samplestore.dashboard.tokenview import BY_LOGPROB
+from samplestore.queries.trajectory import Trajectory
+from samplestore.run import Run
+
+MAX_BADGES = 24
+MAX_ROWS = 200
+
+
+def summary(of: Run, t: Trajectory) -> str:
+    s = t.sample
+    status = "in flight" if s["owner"] is not None else s["status"]
+    versions = "–" if s["version_min"] is None else look.version_key(s["version_min"])
+    if s["version_max"] is not None and s["version_max"] != s["version_min"]:
+        versions += " → " + look.version_key(s["version_max"])
+    lag = "unknown" if s["staleness"] is None else f"{s['staleness']} behind"
+    facts = [
+        ("status", look.esc(status) + (f" ({line(s['finish_reason'], 40)})" if s["finish_reason"] else "")),
+        ("weights", versions),
+        ("staleness now", lag if s["n_loss_tokens"] else "no trained tokens"),
+        ("reward", "–" if s["reward"] is None else f"{s['reward']:.3f}"),
+        ("prompt", f"{look.count(t.n_prompt)} tokens"),
+        ("response", f"{look.count(t.n_response)} tokens, {look.count(s['n_loss_tokens'])} trained on"),
+        ("aborts, resumes", f"{s['n_aborts']}, {s['n_resumes']}"),
+        ("group", f"{t.group['number']}: {look.esc(t.group['state'])}"
+                  + (f" ({line(t.group['reason'], 60)})" if t.group["reason"] else "")),
+        ("mean log-prob", f"{s['logprob_sum'] / s['n_loss_tokens']:.3f}" if s["n_loss_tokens"] else "–"),
+    ]  # fmt: skip
+    made = "".join(f'<span><span class="dim">{k}</span> <b>{v}</b></span>' for k, v in facts)
+    extra = ""
+    name = f"{t.group['number']}/{s['index']}"
+    if t.incarnation != s["incarnation"]:
+        now = parts.link("trajectory", "the present one", run=of.name, sample=name)
+        told = f"▲ A former life, incarnation {t.incarnation}: its tokens are superseded. See {now}."
+        extra = f'<div class="warn">{told}</div>'
+    elif s["incarnation"]:
+        former = parts.link("trajectory", "the one before", run=of.name, sample=f"{name}/{s['incarnation'] - 1}")
+        extra = f'<div class="dim">It was started afresh; this is incarnation {s["incarnation"]}. See {former}.</div>'
+    if s["error"]:
+        extra += f'<div class="bad">■ {line(s["error"], 400)}</div>'
+    if s["parent_upto"]:
+        extra += (
+            f'<div class="dim">It shares its first {look.count(s["parent_upto"])} tokens with another sample.</div>'
+        )
+    return f'<div class="ss"><div class="ss-legend" style="font-size:.88rem">{made}</div>{extra}</div>'
+
+
+def title(of: Run, t: Trajectory) -> str:
+    life = f"/{t.incarnation}" if t.incarnation != t.sample["incarnation"] else ""
+    name = f"{t.group['number']}/{t.sample['index']}{life}"
+    return (
+        f'<div class="ss"><div class="ss-head"><span class="name">Sample {name}</span><span class="meta">run '
+        f"{line(of.name, 200)} · {line(of.database.shown_url, 300)} · as of {look.clock(t.as_of)} UTC</span>"
+        "</div></div>"
+    )
+
+
+def legend(t: Trajectory, by: str) -> str:
+    rest = "the prompt is dim, what is not trained on has a dotted frame; point at a token for its details"
+    if by == BY_LOGPROB:
+        return f'<div class="ss dim">The stronger the colour, the less likely the token was (full at −5); {rest}</div>'
+    versions = sorted({s.version_min for s in t.spans if s.kind == "generated" and s.version_min is not None})
+    keys = " ".join(look.version_key(v) for v in versions[:MAX_BADGES])
+    if len(versions) > MAX_BADGES:
+        keys += f" and {len(versions) - MAX_BADGES} more"
+    if any(s.kind == "generated" and s.version_min is None for s in t.spans):
+        keys += f" {look.version_key(None)}"
+    return f'<div class="ss dim">{keys} &nbsp;{rest}</div>'
+
+
+def segments(t: Trajectory) -> str:
+    rows = []
+    for s in t.spans[:MAX_ROWS]:
+        generated = s.kind == "generated"
+        mean = "–" if s.logprob_sum is None else f"{s.logprob_sum / s.n_tokens:.3f}"
+        seq = str(s.first_seq) if s.first_seq == s.last_seq else f"{s.first_seq}–{s.last_seq}"
+        rows.append(
+            [
+                seq, look.version_key(s.version_min, s.version_max) if generated else "–",
+                look.esc(s.kind) + ("" if s.loss else ", masked"), line(s.engine or "–", 40),
+                look.count(s.n_tokens), mean, line(s.finish_reason or "–", 40), look.clock(s.last_at),
+            ]
+        )  # fmt: skip
+    note = "neighbouring flushes are merged"
+    if t.spans_cut or len(t.spans) > MAX_ROWS:
+        note = f"showing the first {len(rows)}; the sample has more"
+    columns = [("seq", "n"), ("weights", "n"), ("kind", "n"), ("engine", "n"), ("tokens", "r"), ("mean log-prob", "r"),
+               ("ended by", "n"), ("stored (UTC)", "n")]  # fmt: skip
+    body = parts.table(columns, rows) if rows else '<div class="ss-empty">No segment is stored.</div>'
+    return f'<div class="ss"><div class="ss-title">Segments<span class="dim">{note}</span></div>{body}</div>'
+
+
+def events(t: Trajectory) -> str:
+    rows = [
+        [
+            look.clock(e["at"]), look.esc(e["kind"].replace("_", " ")), line(e["reason"] or "–", 160),
+            "–" if e["version"] is None else look.version_key(e["version"]),
+            "–" if e["tokens"] is None else look.count(e["tokens"]),
+        ]
+        for e in t.events
+    ]  # fmt: skip
+    note = f"the first {len(rows)}" if t.events_cut else "of the sample, and of the run while it was written"
+    columns: list[Any] = [("at (UTC)", "n"), ("event", "n"), ("reason", ""), ("weights", "n"), ("tokens", "r")]
+    body = parts.table(columns, rows) if rows else '<div class="ss-empty">Nothing has happened to it.</div>'
+    return f'<div class="ss"><div class="ss-title">Events<span class="dim">{note}</span></div>{body}</div>'

@@ -1,0 +1,244 @@
+"""samplestore show, groups: what is in a run, one line or one sample at a time."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from samplestore.cli import exits
+from samplestore.cli.common import AsJson, Db, RunName, existing, opened, opened_run
+from samplestore.cli.output import emit_json, note, pairs, say, table, when
+from samplestore.states import GroupState, SegmentKind
+
+if TYPE_CHECKING:
+    from samplestore.queries.trajectory import Span, Trajectory
+    from samplestore.store import Store
+
+MAX_TEXT_TOKENS = 200_000  # longer responses are cut, and it is said
+_NAMED = re.compile(
+    r"(?:(?:(?P<uuid>[0-9a-f-]{36})/)?(?P<group>\d{1,18})/(?P<index>\d{1,9})(?:/(?P<life>\d{1,9}))?|(?P<id>\d{1,18}))"
+)
+
+
+def find_sample(store: Store, named: str, run: str | None) -> dict[str, Any]:
+    """The sample that was typed: an id, GROUP/INDEX of a run, or RUN_UUID/GROUP/INDEX[/INCARNATION].
+
+    Keys: id, run, uuid, run_id, group_id, number, index, life (None: not typed). Raises CommandError.
+    """
+    from samplestore.queries.inspect import sample_at, samples_by_id
+
+    match = _NAMED.fullmatch(named)
+    if match is None:
+        raise exits.CommandError(
+            f"{named!r} names no sample: use its id, GROUP/INDEX, or RUN_UUID/GROUP/INDEX. "
+            "See: samplestore show --help",
+            exits.USAGE,
+        )
+    life = match["life"]
+    if match["id"]:
+        found = samples_by_id(store.database, [int(match["id"])])
+    elif match["uuid"]:
+        found = sample_at(store.database, int(match["group"]), int(match["index"]), uuid=match["uuid"])
+    else:
+        of_run = existing(store, run)
+        found = sample_at(store.database, int(match["group"]), int(match["index"]), run_id=of_run.id)
+    if not found or (run is not None and found[0]["run"] != run):
+        of_whom = "" if run is None else f" in run {run}"
+        raise exits.CommandError(f"there is no sample {named}{of_whom}. List the groups with: samplestore groups")
+    return {**found[0], "life": None if life is None else int(life)}
+
+
+def show(
+    sample: Annotated[
+        str, typer.Argument(metavar="SAMPLE", help="Its id, GROUP/INDEX, or RUN_UUID/GROUP/INDEX[/INCARNATION].")
+    ],
+    db: Db = None,
+    run: RunName = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer", metavar="FOLDER", help="The model's folder: show the text too.", show_default=False
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """One sample: status, group, segments with their weight versions, events; its text with --tokenizer."""
+    from samplestore.queries import trajectory
+
+    loaded = None
+    if tokenizer is not None:
+        from samplestore.tokenizers import load_tokenizer
+
+        loaded = load_tokenizer(tokenizer)
+    with opened(db) as store:
+        place = find_sample(store, sample, run)
+        at = (store.database, place["run_id"], place["number"], place["index"])
+        try:
+            found = trajectory.read(*at, incarnation=place["life"], limit=1)
+            assert found is not None, "the sample was found a moment ago, and samples are never deleted"
+            text = None if loaded is None else _text(at, found, loaded)
+        except ValueError as error:
+            raise exits.CommandError(
+                f"{error}. Find all damaged rows with: samplestore check --run {place['run']}"
+            ) from error
+    if as_json:
+        emit_json(_as_json(place, found, text))
+    else:
+        _print(place, found)
+        for name, said in (text or {}).items():
+            say()
+            say(f"{name}:")
+            say(said, lines=True)
+
+
+def _text(at: tuple[Any, ...], found: Trajectory, tokenizer: Any) -> dict[str, str]:
+    """Prompt and response, each decoded at once: a character may lie in two segments."""
+    import numpy as np
+
+    from samplestore.queries import trajectory
+
+    n = min(found.n_tokens, found.n_prompt + MAX_TEXT_TOKENS)
+    pages = [
+        trajectory.read(*at, incarnation=found.incarnation, start=start, limit=trajectory.MAX_WINDOW)
+        for start in range(0, n, trajectory.MAX_WINDOW)
+    ]
+    ids = np.concatenate([np.empty(0, np.int32), *(page.tokens.ids for page in pages if page is not None)])[:n]
+    if n < found.n_tokens:
+        note(
+            f"the response is cut after {MAX_TEXT_TOKENS:,} of {found.n_response:,} tokens; "
+            "read it all in: samplestore dashboard"
+        )
+    return {"prompt": tokenizer.decode(ids[: found.n_prompt]), "response": tokenizer.decode(ids[found.n_prompt :])}
+
+
+def _portable(place: dict[str, Any], found: Trajectory) -> str:
+    return f"{place['uuid']}/{place['number']}/{place['index']}/{found.incarnation}"
+
+
+def _as_json(place: dict[str, Any], found: Trajectory, text: dict[str, str] | None) -> dict[str, Any]:
+    told = {
+        "run": place["run"],
+        "id": place["id"],
+        "portable_id": _portable(place, found),
+        "as_of": found.as_of,
+        "incarnation": found.incarnation,
+        "sample": found.sample,
+        "group": {"id": place["group_id"], **found.group},
+        "prompt_tokens": found.n_prompt,
+        "response_tokens": found.n_response,
+        "segments": [asdict(span) for span in found.spans],
+        "segments_cut": found.spans_cut,
+        "events": found.events,
+        "events_cut": found.events_cut,
+    }
+    return told if text is None else {**told, "text": text}
+
+
+def _print(place: dict[str, Any], found: Trajectory) -> None:
+    s, g = found.sample, found.group
+    owner = f", held by worker {s['owner']} since {when(s['claimed_at'])}" if s["owner"] is not None else ""
+    lives = "" if found.incarnation == s["incarnation"] else f" (a former life; the present one is {s['incarnation']})"
+    reason = f": {g['reason']}" if g["reason"] else ""
+    pairs(
+        [
+            ("sample", f"{place['id']}, index {place['index']} of group number {g['number']} (id {place['group_id']})"),
+            ("portable id", _portable(place, found)),
+            ("run", place["run"]),
+            ("incarnation", f"{found.incarnation}{lives}"),
+            ("status", f"{s['status']}{f' ({reason_})' if (reason_ := s['finish_reason']) else ''}{owner}"),
+            ("group", f"{g['state']}{reason}, {g['n_samples']} samples, epoch {g['epoch']}"),
+            ("prompt", f"{found.n_prompt:,} tokens, dataset {s['dataset']}"),
+            (
+                "response",
+                f"{found.n_response:,} tokens, {s['n_loss_tokens']:,} of them trained, {s['n_segments']:,} segments",
+            ),
+            ("versions", _versions(s["version_min"], s["version_max"])),
+            ("staleness", "unknown" if s["staleness"] is None else str(s["staleness"])),
+            ("reward", s["reward"]),
+            (
+                "stopped",
+                f"{s['n_aborts']} times, resumed {s['n_resumes']}, failed {s['failures']}; attempt {s['attempt']}",
+            ),
+            ("created", when(s["created_at"])),
+            ("finished", when(s["finished_at"])),
+            *([("error", s["error"])] if s["error"] else []),
+        ]
+    )
+    if found.spans:
+        say()
+        table(SEGMENTS, [_segment(span) for span in found.spans])
+    if found.events:
+        say()
+        table(("event", "at", "reason", "worker", "version", "tokens"), [_event(event) for event in found.events])
+    if found.spans_cut or found.events_cut:
+        note("the lists are cut; see them all in: samplestore dashboard")
+
+
+SEGMENTS = (
+    *("segments", "start", "tokens", "kind", "loss", "versions", "log-prob"),
+    *("worker", "attempt", "engine", "finish", "stored"),
+)
+
+
+def _segment(x: Span) -> tuple[Any, ...]:
+    seqs = str(x.first_seq) if x.first_seq == x.last_seq else f"{x.first_seq}-{x.last_seq}"
+    mean = None if x.logprob_sum is None else x.logprob_sum / x.n_tokens
+    versions = _versions(x.version_min, x.version_max) if x.kind == SegmentKind.GENERATED else ""
+    return (
+        seqs, x.start, x.n_tokens, x.kind, x.loss, versions, mean, _id(x.owner), x.attempt, x.engine, x.finish_reason,
+        when(x.last_at),
+    )  # fmt: skip
+
+
+def _event(e: dict[str, Any]) -> tuple[Any, ...]:
+    return e["kind"], when(e["at"]), e["reason"], _id(e["worker_id"]), _id(e["version"]), e["tokens"]
+
+
+def _id(number: int | None) -> str | None:
+    """Ids and versions are names, not amounts: no thousands separator."""
+    return None if number is None else str(number)
+
+
+def _versions(low: int | None, high: int | None) -> str:
+    return "unknown" if low is None else str(low) if low == high else f"{low}-{high}"
+
+
+def groups(
+    db: Db = None,
+    run: RunName = None,
+    state: Annotated[
+        GroupState | None, typer.Option("--state", help="Only groups in this state.", show_default=False)
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="At most so many.")] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """Groups of a run, newest first."""
+    from samplestore.queries.inspect import groups as read
+
+    with opened_run(db, run) as found:
+        rows = read(found.database, found.id, None if state is None else state.value, limit + 1)
+        name = found.name
+    more, rows = len(rows) > limit, rows[:limit]
+    if as_json:
+        emit_json({"run": name, "groups": rows, "more": more})
+        return
+    table(GROUPS, [_group(row) for row in rows])
+    if more:
+        note(f"there are more than {limit}; see them with: samplestore groups --limit {min(1000, limit * 10)}")
+
+
+GROUPS = (
+    *("id", "number", "state", "reason", "prompt", "samples", "open", "unscored", "failed"),
+    *("tokens", "staleness", "reward", "± std", "created"),
+)
+
+
+def _group(r: dict[str, Any]) -> tuple[Any, ...]:
+    return (
+        _id(r["id"]), _id(r["number"]), r["state"], r["reason"], _id(r["prompt_id"]), r["n_samples"], r["n_open"],
+        r["n_unscored"], r["n_failed"], r["n_tokens"], r["staleness"], r["reward_mean"], r["reward_std"],
+        when(r["created_at"]),
+    )  # fmt: skip

@@ -1,0 +1,159 @@
+"""samplestore status, why, runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from samplestore.cli.common import AsJson, Db, RunName, opened, opened_run
+from samplestore.cli.output import counts, duration, emit_json, fancy, pairs, say, table, when
+
+if TYPE_CHECKING:
+    from samplestore.run import Run
+
+
+def status(
+    db: Db = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, max=3600, help="Seconds between two looks.")] = 2.0,
+) -> None:
+    """What a run looks like now: samples, groups, staleness, workers, engines, batches, aborts."""
+    with opened_run(db, run) as found:
+        _show(found, as_json)
+        try:
+            while watch:
+                time.sleep(interval)
+                if not as_json:
+                    # Home and clear below: what is read again stands still. A pipe gets an empty line instead.
+                    say() if not fancy() else sys.stdout.write("\x1b[H\x1b[J")
+                _show(found, as_json)
+        except KeyboardInterrupt:
+            raise typer.Exit() from None
+
+
+def _show(run: Run, as_json: bool) -> None:
+    from samplestore.queries.status import status as read
+
+    told = read(run.database, run.id)
+    told["why"] = run.why().as_json()
+    told["tokens"] = run.ledger()["by_fate"]
+    if as_json:
+        emit_json(told)
+    else:
+        _print(told)
+        sys.stdout.flush()
+
+
+def _print(told: dict[str, Any]) -> None:
+    last = told["batches"].pop("last")
+    batches = counts(told["batches"])
+    if last is not None:
+        batches += (
+            f"; last: step {last['step']} {last['state']}, {last['n_groups']} groups, {last['n_tokens']:,} tokens"
+        )
+    samples = counts(told["samples"])
+    pairs(
+        [
+            ("run", f"{told['run']} ({told['state']})"),
+            ("uuid", told["uuid"]),
+            ("as of", when(told["as_of"])),
+            ("weights", f"version {told['current_version']}, timeline {told['timeline']}"),
+            ("prompts", f"{told['prompts']:,}, epoch {told['epoch']}"),
+            ("groups", counts(told["groups"])),
+            ("samples", f"{samples}; in flight {told['in_flight']:,}, resumed {told['resumed_samples']:,}"),
+            ("tokens", counts(told["tokens"])),
+            ("staleness", f"of ready groups: {_staleness(told['staleness'])}"),
+            ("batches", batches),
+            ("next batch", _why(told["why"])),
+        ]
+    )
+    _parts(told)
+
+
+def _parts(told: dict[str, Any]) -> None:
+    if told["workers"]:
+        say()
+        table(
+            ("worker", "kind", "name", "state", "heartbeat", "holds", "host", "pid", "error"),
+            [
+                (
+                    str(w["id"]), w["kind"], w["name"], _worker_state(w), duration(w["heartbeat_age_s"]), w["samples"],
+                    w["host"], str(w["pid"]), w["error"],
+                )
+                for w in told["workers"]
+            ],
+        )  # fmt: skip
+    if told["engines"]:
+        say()
+        table(
+            ("engine", "state", "version", "label", "error"),
+            [(e["url"], e["state"], _or_unknown(e["version"]), e["label"], e["error"]) for e in told["engines"]],
+        )
+    if told["aborts"]:
+        say()
+        table(("stopped in the middle", "times"), told["aborts"].items())
+
+
+def _worker_state(worker: dict[str, Any]) -> str:
+    silent = worker["state"] == "live" and worker["heartbeat_age_s"] > worker["ttl_s"]
+    return "silent" if silent else str(worker["state"])
+
+
+def _or_unknown(value: Any) -> str:
+    return "unknown" if value is None else str(value)
+
+
+def _staleness(histogram: dict[str, int]) -> str:
+    return ", ".join(f"{n:,} at {lag}" for lag, n in histogram.items()) or "none are ready"
+
+
+def _why(told: dict[str, Any]) -> str:
+    reasons = "; ".join(reason["text"] for reason in told["reasons"])
+    ready = f"{told['ready_in_window']} of {told['needed']} groups are ready"
+    return f"{ready}: {reasons}" if reasons else f"{ready}"
+
+
+def why(
+    db: Db = None,
+    run: RunName = None,
+    groups: Annotated[
+        int | None,
+        typer.Option("--groups", min=1, help="Groups of the batch [default: the run's].", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Why is no batch ready? The reasons, most useful first."""
+    with opened_run(db, run) as found:
+        told = found.why(groups)
+        if as_json:
+            emit_json({"run": found.name, **told.as_json()})
+            return
+        say(f"{told.ready_in_window} of {told.needed} groups are ready inside the window")
+        for _, text in told.reasons:
+            say(f"- {text}")
+
+
+def runs(db: Db = None, as_json: AsJson = False) -> None:
+    """The runs of a database, newest first."""
+    from samplestore.queries.inspect import runs as read
+
+    with opened(db) as store:
+        found = read(store.database)
+    if as_json:
+        emit_json({"runs": found})
+        return
+    table(
+        ("run", "state", "prompts", "groups", "version", "timeline", "epoch", "live workers", "created", "uuid"),
+        [
+            (
+                r["name"], r["state"], r["prompts"], r["groups"], r["current_version"], r["timeline"], r["epoch"],
+                r["live_workers"], when(r["created_at"]), r["uuid"],
+            )
+            for r in found
+        ],
+    )  # fmt: skip

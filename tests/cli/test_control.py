@@ -1,0 +1,130 @@
+"""Commands that change a run, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import sqlalchemy as sa
+
+import samplestore
+from samplestore.errors import LeaseLost
+from samplestore.models import EngineRow, Event, Sample, SampleGroup, Worker
+from tests.cli.conftest import ENGINE, Cli, Small
+
+
+def events(small: Small, kind: str) -> list[str | None]:
+    with samplestore.open(small.url) as store, store.session() as session:
+        return list(session.scalars(sa.select(Event.reason).where(Event.kind == kind).order_by(Event.id)))
+
+
+def test_pause_resume_drain(cli: Cli, small: Small) -> None:
+    assert cli("pause", "--db", small.url, "--reason", "maintenance").out.startswith("run small is paused")
+    assert "the run is paused" in cli("why", "--db", small.url).out
+    assert cli("resume", "--db", small.url).out == "run small is running\n"
+    assert cli("drain", "--db", small.url, "--run", "small").code == 0
+    assert cli("status", "--db", small.url, "--json").json["state"] == "draining"
+    assert events(small, "run_paused") == ["maintenance"]
+
+
+def test_abort_reaches_the_workers(cli: Cli, small: Small) -> None:
+    answer = cli("abort", "--db", small.url, "--run", "small", "--reason", "batch complete")
+    assert answer.out == "run small: workers were asked to abort what is in flight (1 samples)\n"
+    with samplestore.open(small.url) as store:
+        told = store.run("small").heartbeat(small.worker)
+    assert (told.abort_seq, told.abort_reason) == (1, "batch complete")
+
+
+def test_what_cannot_be_taken_back_names_its_run(cli: Cli, small: Small) -> None:
+    with samplestore.open(small.url) as store:
+        store.run("later")
+    for command in (["abort", "--reason", "x"], ["rewind", "0", "--yes"]):
+        answer = cli(*command, "--db", small.url)
+        assert (answer.code, answer.out) == (2, "")
+        assert "small, later" in answer.err and answer.err.rstrip().endswith("samplestore runs")
+
+
+def test_reasons_are_asked_for(cli: Cli, small: Small) -> None:
+    for command in (["abort"], ["drop", "3"], ["requeue", "5"]):
+        answer = cli(*command, "--db", small.url)
+        assert answer.code == 2
+        assert "--reason" in answer.err and answer.err.rstrip().endswith(f"samplestore {command[0]} --help")
+
+
+def test_reap_frees_the_dead(cli: Cli, small: Small) -> None:
+    assert cli("reap", "--db", small.url).out.startswith("run small: 0 workers are dead; freed 0 samples")
+    with samplestore.open(small.url) as store:
+        old = sa.update(Worker).where(Worker.id == small.worker).values(heartbeat=1.0)
+        store.database.write(lambda connection: connection.execute(old))
+    sick = cli("doctor", "--db", small.url)
+    assert sick.code == 5 and sick.err.rstrip().endswith("samplestore reap --run small")
+    answer = cli("reap", "--db", small.url)
+    assert answer.out.startswith(f"run small: 1 workers are dead ({small.worker}); freed 1 samples")
+
+
+def test_requeue_starts_afresh(cli: Cli, small: Small) -> None:
+    answer = cli("requeue", 5, "3/1", "--db", small.url, "--reason", "bad prompt")
+    assert answer.out == "run small: 2 samples start afresh (5, 8)\n", answer.err
+    with samplestore.open(small.url) as store, store.session() as session:
+        rows = session.execute(sa.select(Sample.id, Sample.incarnation, Sample.n_tokens).where(Sample.incarnation > 0))
+        assert sorted(tuple(row) for row in rows) == [(5, 1, 0), (8, 1, 0)]
+    assert cli("ledger", "--db", small.url, "--json").json["by_fate"]["superseded"] == 3
+    old = cli("show", f"{small.uuid}/2/0/0", "--db", small.url)
+    assert "0 (a former life; the present one is 1)" in old.out and "3 tokens" in old.out
+    assert cli("requeue", 99, "--db", small.url, "--reason", "x").code == 1
+
+
+def test_requeue_of_a_consumed_group_says_why_not(cli: Cli, small: Small) -> None:
+    answer = cli("requeue", 1, "--db", small.url, "--reason", "x")
+    assert (answer.code, answer.out) == (1, "")
+    assert "it is consumed" in answer.err and "samplestore" in answer.err.rsplit(". ", 1)[-1]
+
+
+def test_drop_closes_groups_for_their_owners(cli: Cli, small: Small) -> None:
+    answer = cli("drop", 3, 4, "--db", small.url, "--reason", "duplicates")
+    assert answer.out == "run small: 2 groups dropped (numbers 2, 3)\n", answer.err
+    with samplestore.open(small.url) as store, store.session() as session:
+        dropped = session.execute(sa.select(SampleGroup.id, SampleGroup.reason).where(SampleGroup.state == "dropped"))
+        assert sorted(tuple(row) for row in dropped) == [(3, "duplicates"), (4, "duplicates")]
+        with pytest.raises(LeaseLost):
+            store.run("small").append(small.claims[7], [1], [-0.1], 0)
+    assert events(small, "dropped") == ["duplicates", "duplicates"]
+
+
+def test_drop_changes_nothing_if_one_group_is_wrong(cli: Cli, small: Small) -> None:
+    for ids, code in (((3, 99), 1), ((3, 1), 1)):
+        answer = cli("drop", *ids, "--db", small.url, "--reason", "x")
+        assert (answer.code, answer.out) == (code, "")
+    assert cli("groups", "--db", small.url, "--state", "dropped", "--json").json["groups"] == []
+
+
+def test_groups_of_two_runs_are_not_dropped_at_once(cli: Cli, small: Small) -> None:
+    with samplestore.open(small.url) as store:
+        later = store.run("later", samples_per_prompt=1, groups_per_step=1)
+        later.add_prompts([{"prompt_ids": [1]}])
+        later.admit()
+    answer = cli("drop", 3, 5, "--db", small.url, "--reason", "x")
+    assert answer.code == 2 and "later, small" in answer.err
+
+
+def test_rewind_asks_first(cli: Cli, small: Small) -> None:
+    answer = cli("rewind", 0, "--db", small.url)
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.rstrip().endswith("samplestore rewind 0 --run small --yes")
+    assert cli("status", "--db", small.url, "--json").json["timeline"] == 0
+
+
+def test_rewind(cli: Cli, small: Small) -> None:
+    answer = cli("rewind", 0, "--db", small.url, "--run", "small", "--yes")
+    assert answer.out.startswith("run small is at step 0: timeline 1, weights version 1 "), answer.err
+    told = cli("status", "--db", small.url, "--json").json
+    assert (told["timeline"], told["groups"]["ready"], told["groups"]["consumed"]) == (1, 2, 0)
+    assert told["batches"]["rewound"] == 1
+    assert cli("rewind", "-1", "--db", small.url, "--yes").code == 2
+
+
+def test_engines_forget(cli: Cli, small: Small) -> None:
+    assert cli("engines", "forget", ENGINE, "--db", small.url).out == f"run small has forgotten engine {ENGINE}\n"
+    with samplestore.open(small.url) as store, store.session() as session:
+        assert session.scalars(sa.select(EngineRow.state)).all() == ["gone"]
+    again = cli("engines", "forget", ENGINE, "--db", small.url)
+    assert again.code == 1 and again.err.rstrip().endswith("samplestore engines list")
+    assert len(events(small, "engine_forgotten")) == 1
