@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from samplestore import codec
 from samplestore import tensors as packing
-from samplestore.errors import BatchTimeout, MissingLogprobs, SampleStoreError, WorkerFailed
+from samplestore.errors import BatchTimeout, MissingLogprobs, SampleStoreError, StepHeld, WorkerFailed
 from samplestore.heart import Heart
 from samplestore.models import (
     BatchGroup,
@@ -141,19 +141,19 @@ class Batch:
         return packing.arrays(self.samples, layout, method)
 
 
-_trainers: dict[tuple[int, str, int], tuple[int, Heart]] = {}
 _trainers_lock = threading.Lock()
 
 
 def trainer_id(run: Transactor) -> int:
     """This process's trainer row for the run, made at first use and kept alive by a heartbeat thread."""
-    key = (id(run.database), run.name, run.id)
     with _trainers_lock:
-        known = _trainers.get(key)
-        if known is None or known[1].dead.is_set():
+        hearts: dict[int, Heart] = run.database.hearts
+        heart = hearts.get(run.id)
+        if heart is None or heart.dead.is_set():
             worker_id = run.transact(lambda tx: liveness.register(tx, WorkerKind.TRAINER.value))
-            known = _trainers[key] = (worker_id, Heart(run, worker_id))
-        return known[0]
+            heart = hearts[run.id] = Heart(run, worker_id)
+            run.database.on_close.append(heart.leave)
+        return heart.worker_id
 
 
 def take(
@@ -188,10 +188,16 @@ def take(
     owner = trainer_id(run)
     since, pause, tidy_at = time.monotonic(), 0.02, 0.0
     while True:
-        batch_id = run.transact(lambda tx: verbs.lease(tx, owner, step, wanted, policy))
+        waited = time.monotonic() - since
+        try:
+            batch_id = run.transact(lambda tx: verbs.lease(tx, owner, step, wanted, policy))
+        except StepHeld:
+            # A trainer that was killed and started again meets its own lease, until its old row is reaped.
+            if waited > 2 * settings.heartbeat_ttl_s:
+                raise
+            batch_id = None
         if batch_id is not None:
             return Batch(run, _row(run, batch_id), owner)
-        waited = time.monotonic() - since
         if timeout is not None and waited >= timeout:
             raise BatchTimeout(waited, why(run.database, run.id, settings, wanted, policy["max_staleness"]))
         if time.monotonic() >= tidy_at:

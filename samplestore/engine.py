@@ -70,6 +70,8 @@ class Database:
         self.url = parse_url(url)
         self.durability, self.busy_s, self.reconnect_s = durability, busy_s, reconnect_s
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        self.hearts: dict[int, Any] = {}  # run id -> the heart of this process's trainer
+        self.on_close: list[Callable[[], None]] = []
         self.reconnects = 0  # raised whenever a write was repeated after a lost connection
         if self.is_sqlite:
             if not self.url.database or self.url.database == ":memory:":
@@ -206,6 +208,8 @@ class Database:
                     raise
 
     def close(self) -> None:
+        while self.on_close:
+            self.on_close.pop()()
         self.reader.dispose()
         # Closing SQLite's last connection checkpoints: that belongs behind the gate too.
         with self.gate.hold() if self.gate else nullcontext():

@@ -72,6 +72,15 @@ class Heart:
             self._reap_at = time.monotonic() + max(1.0, self.run.settings.heartbeat_ttl_s / 4)
             self.run.transact(lambda tx: liveness.reap(tx, self.worker_id))
 
+    def leave(self) -> None:
+        """Stop, and say goodbye: what the worker still holds is free at once. Waiting for a reap does the same."""
+        self.stop()
+        if not self.dead.is_set():
+            try:
+                self.run.transact(lambda tx: liveness.goodbye(tx, self.worker_id))
+            except (DBAPIError, StoreBusy) as error:
+                log.warning("worker=%d could not say goodbye; it will be reaped: %s", self.worker_id, error)
+
     def stop(self) -> None:
         self._stop.set()
         if threading.current_thread() is not self._thread:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
@@ -50,12 +51,25 @@ def database(db: str | None) -> str:
     return found[0]
 
 
+def existing_url(db: str | None) -> str:
+    """database(db), where that is no file or one that is there. Nothing beside a missing file is made, no gate either.
+    Raises DatabaseMissing."""
+    from samplestore.engine import parse_url
+    from samplestore.errors import DatabaseMissing
+
+    url = database(db)
+    parsed = parse_url(url)
+    if parsed.get_backend_name() == "sqlite" and parsed.database and not Path(parsed.database).exists():
+        raise DatabaseMissing(str(Path(parsed.database).absolute()))
+    return url
+
+
 @contextmanager
 def opened(db: str | None) -> Iterator[Store]:
     """An existing store; never makes a file. Raises DatabaseMissing, SchemaMismatch, ConfigError."""
     import samplestore
 
-    store = samplestore.open(database(db), create=False)
+    store = samplestore.open(existing_url(db), create=False)
     try:
         yield store
     finally:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from samplestore.cli import exits
-from samplestore.cli.common import AsJson, Db, database
+from samplestore.cli.common import AsJson, Db, database, existing_url
 from samplestore.cli.output import emit_json, note, say
 
 if TYPE_CHECKING:
@@ -21,12 +21,11 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="The schema o
 @contextmanager
 def _connected(db: str | None, *, must_exist: bool) -> Iterator[Database]:
     from samplestore.engine import Database
-    from samplestore.errors import DatabaseMissing
 
-    found = Database(database(db), reconnect_s=0.0)  # a person waits: a server that is away is told at once
+    found = Database(
+        existing_url(db) if must_exist else database(db), reconnect_s=0.0
+    )  # a person waits: a server that is away is told at once
     try:
-        if must_exist and not found.exists():
-            raise DatabaseMissing(found.shown_url)
         yield found
     finally:
         found.close()

@@ -13,7 +13,7 @@ import typer
 
 from samplestore import __version__
 from samplestore.cli import exits
-from samplestore.cli.common import AsJson, Db, database, listed
+from samplestore.cli.common import AsJson, Db, existing_url, listed
 from samplestore.cli.output import emit_json, note, printable, table
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def doctor(
     """Check SQLite or PostgreSQL, file system, disk, schema, workers and engines. Exit code 5 on problems."""
     from samplestore.logs import mask
 
-    results = list(_results(database(db), engines))
+    results = list(_results(existing_url(db), engines))
     code = min((r.exit_code for r in results if r.state == FAIL), default=exits.OK)
     if as_json:
         emit_json(

@@ -53,7 +53,10 @@ def find_sample(store: Store, named: str, run: str | None) -> dict[str, Any]:
 
 def show(
     sample: Annotated[
-        str, typer.Argument(metavar="SAMPLE", help="Its id, GROUP/INDEX, or RUN_UUID/GROUP/INDEX[/INCARNATION].")
+        str,
+        typer.Argument(
+            metavar="SAMPLE", help="Its id, GROUP/INDEX, or RUN_UUID/GROUP/INDEX/INCARNATION (last part optional)."
+        ),
     ],
     db: Db = None,
     run: RunName = None,

@@ -14,10 +14,11 @@ import pytest
 
 import samplestore
 from samplestore.types import Claim, RequestInfo
-from samplestore.verbs import weights
+from samplestore.verbs import batches, weights
 
 HOSTILE = "\x1b[31mred\x1b[0m\x07 \u202egnp.exe\u202c [bold]markup[/bold]\nsecond line\x9b2J"
 ENGINE = "http://127.0.0.1:9"
+POLICY = {"max_staleness": 1, "staleness": "oldest", "stale": "skip", "advantages": "grpo", "need_logprobs": True}
 
 
 @dataclass
@@ -86,7 +87,7 @@ def generate(run: samplestore.store.Run, claim: Claim, n: int, finish_reason: st
 def small(db_url: str) -> Small:
     made = Small(db_url)
     with samplestore.open(db_url) as store:
-        run = store.run("small", samples_per_prompt=2, groups_per_step=2, max_staleness=1, max_attempts=2, epochs=1)
+        run = store.run("small", samples_per_prompt=2, groups_per_step=2, max_staleness=1, max_attempts=2)
         run.add_prompts([{"prompt_ids": [1, 2, 3 + i]} for i in range(4)])
         assert run.admit() == 4
         made.uuid, made.worker = run.uuid, run.register("rollout", "worker-[red]x")
@@ -97,8 +98,10 @@ def small(db_url: str) -> Small:
             run.finish(claim)
         generate(run, claims[4], 3, "abort", lost=2)
         run.release(claims[4], HOSTILE)
-        run.fail(claims[5], HOSTILE)
+        run.fail(claims[5], HOSTILE, backoff_s=3600.0)
         run.release(claims[6], "shutdown")
-        with run.batch(step=1, groups=1, timeout=10):
-            pass
+        trainer = run.register("trainer", "trainer-0")  # by hand: run.batch starts a heartbeat that outlives the test
+        leased = run.transact(lambda tx: batches.lease(tx, trainer, 1, 1, POLICY))
+        assert leased is not None
+        run.transact(lambda tx: batches.commit(tx, leased, trainer))
     return made

@@ -141,7 +141,9 @@ def test_show_decodes_with_a_tokenizer(cli: Cli, small: Small, tmp_path: Path) -
     )
     answer = cli("show", 5, "--db", small.url, "--tokenizer", tmp_path / "tokenizer.json")
     assert answer.code == 0, answer.err
-    assert answer.out.endswith("\nprompt:\n<1> <2> <5>\n\nresponse:\n<10> <11> \\x1b[2J\n")
+    assert answer.out.endswith(
+        f"\nprompt:\n<1> <2> <{small.claims[4].prompt_ids[2]}>\n\nresponse:\n<10> <11> \\x1b[2J\n"
+    )
     missing = cli("show", 5, "--db", small.url, "--tokenizer", "nowhere")
     assert missing.code == 1 and "--tokenizer" in missing.err and missing.out == ""
 
@@ -198,7 +200,9 @@ def test_engines_list(cli: Cli, small: Small) -> None:
     assert [(e["run"], e["url"], e["version"], e["up_to_date"]) for e in told] == [("small", ENGINE, 0, True)]
     with samplestore.open(small.url) as store:
         store.run("small").publish_weights(step=1)
-    assert cli("engines", "list", "--db", small.url, "--run", "small", "--json").json["engines"][0]["up_to_date"] is False
+    assert (
+        cli("engines", "list", "--db", small.url, "--run", "small", "--json").json["engines"][0]["up_to_date"] is False
+    )
     assert cli("engines", "list", "--db", small.url, "--run", "other").code == 1
 
 

@@ -14,6 +14,7 @@ from streamlit.testing.v1 import AppTest
 
 import samplestore
 from samplestore.dashboard import parts, source
+from samplestore.engine import sqlite_module
 from samplestore.models import Event, Sample, SampleGroup
 from tests.support.demo_data import Demo
 
@@ -54,15 +55,14 @@ def test_overview_shows_what_the_database_holds(demo: Demo, monkeypatch: pytest.
     at = start(monkeypatch, demo.url).run()
     shown = text(at)
     with source.open_read_only(demo.url).database.reading() as c:
-        statuses = dict(c.execute(sa.select(Sample.status, sa.func.count()).group_by(Sample.status)).tuples().all())
-        states = dict(
-            c.execute(sa.select(SampleGroup.state, sa.func.count()).group_by(SampleGroup.state)).tuples().all()
-        )
+        by_status = sa.select(Sample.status, sa.func.count()).group_by(Sample.status)
+        by_state = sa.select(SampleGroup.state, sa.func.count()).group_by(SampleGroup.state)
+        counted = {name: n for query in (by_status, by_state) for name, n in c.execute(query)}
         held = c.execute(sa.select(sa.func.count()).where(Sample.owner.is_not(None))).scalar_one()
         released = c.execute(
             sa.select(sa.func.count()).where(Event.kind == "release", Event.reason == "weight update")
         ).scalar_one()
-    for name, n in {**statuses, **states}.items():
+    for name, n in counted.items():
         assert f"{name} {n}" in shown
     assert f"{held} of them in flight" in shown
     assert "weights v4" in shown and "running" in shown and demo.run in shown
@@ -200,7 +200,8 @@ def test_another_schema_is_told_with_the_command(
 def test_a_locked_database_is_told(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("samplestore.dashboard.readonly.BUSY_S", 0.1)
     path = sqlite_url.removeprefix("sqlite:///")
-    connection = sqlite3.connect(path, isolation_level=None)
+    # The same library as the store's: two copies of SQLite in one process do not see each other's locks.
+    connection = sqlite_module().connect(path, isolation_level=None)
     connection.execute("PRAGMA journal_mode=DELETE")
     connection.execute("BEGIN EXCLUSIVE")
     try:

@@ -112,7 +112,7 @@ def test_versions_that_share_a_colour_differ_in_their_underline() -> None:
 
 def test_hostile_text_stays_text() -> None:
     ids = list(HOSTILE.encode())
-    html = tokenview.render(trajectory(ids, 10, [span(10, len(ids) - 10, 0)]), Bytes())
+    html = tokenview.render(trajectory(ids, 7, [span(7, len(ids) - 7, 0)]), Bytes())
     parsed = Parsed(html)
     assert {tag for tag, _ in parsed.tags} == {"div", "span"}
     assert not any(name.startswith("on") for _, attrs in parsed.tags for name in attrs)
