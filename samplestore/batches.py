@@ -33,7 +33,7 @@ from samplestore.models import (
 from samplestore.queries.why import why
 from samplestore.statements import staleness
 from samplestore.states import BatchState, SampleStatus, StalePolicy, WorkerKind, WorkerState
-from samplestore.types import Floats, Ids
+from samplestore.tensors import BatchSample
 from samplestore.verbs import batches as verbs
 from samplestore.verbs import liveness, prompts
 from samplestore.verbs.tx import Transactor
@@ -43,33 +43,6 @@ log = logging.getLogger("samplestore.batches")
 batch, batch_group, group, sample, segment, prompt, worker, run_table = (
     t.__table__ for t in (BatchRow, BatchGroup, SampleGroup, Sample, Segment, PromptRow, Worker, Run)
 )
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSample:
-    """One trajectory of a batch, n response tokens.
-
-    prompt_ids    int32 [p]
-    response_ids  int32 [n]
-    logprobs      float32 [n]; 0.0 where a token has none (loss_mask is 0 there)
-    loss_mask     uint8 [n]; after the batch's staleness policy
-    versions      int32 [n]; -1 where unknown or not generated
-    """
-
-    sample_id: int
-    group_id: int
-    group_number: int
-    index: int
-    prompt_ids: Ids
-    response_ids: Ids
-    logprobs: Floats
-    loss_mask: npt.NDArray[np.uint8]
-    versions: Ids
-    reward: float | None
-    status: str
-    finish_reason: str | None
-    label: Any
-    metadata: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

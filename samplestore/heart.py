@@ -78,7 +78,7 @@ class Heart:
         if not self.dead.is_set():
             try:
                 self.run.transact(lambda tx: liveness.goodbye(tx, self.worker_id))
-            except (DBAPIError, StoreBusy) as error:
+            except (SQLAlchemyError, StoreBusy) as error:
                 log.warning("worker=%d could not say goodbye; it will be reaped: %s", self.worker_id, error)
 
     def stop(self) -> None:

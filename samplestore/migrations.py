@@ -49,6 +49,12 @@ def current(database: Database) -> str | None:
         return revision_of(connection)
 
 
+def is_blank(database: Database) -> bool:
+    """A database without any table: new, and perhaps about to be migrated by another process."""
+    with database.reading() as connection:
+        return not sa.inspect(connection).get_table_names()
+
+
 def require_current(database: Database) -> None:
     """Raise SchemaMismatch, with the command to type, unless the schema is the one this code needs."""
     if not database.exists():

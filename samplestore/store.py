@@ -132,6 +132,8 @@ def open(url: str, *, create: bool = True, durability: str = "normal", busy_s: f
             if not create:
                 raise DatabaseMissing(database.shown_url)
             migrations.upgrade(database)
+        elif create and database.is_sqlite and migrations.is_blank(database):
+            migrations.upgrade(database)  # somebody is creating it at this moment: wait for them at the gate
         migrations.require_current(database)
     except BaseException:
         database.close()

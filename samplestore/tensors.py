@@ -19,16 +19,15 @@ B samples, T tokens in all, L the longest sample; a sample's tokens are prompt t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from samplestore.advantages import advantages
 from samplestore.errors import MissingExtra
-
-if TYPE_CHECKING:
-    from samplestore.batches import BatchSample
+from samplestore.types import Floats, Ids
 
 Arrays = dict[str, npt.NDArray[Any]]
 PER_TOKEN: dict[str, tuple[Any, Any]] = {
@@ -38,6 +37,33 @@ PER_TOKEN: dict[str, tuple[Any, Any]] = {
     "rollout_log_probs": (np.float32, 0),
     "weight_versions": (np.int64, -1),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSample:
+    """One trajectory of a batch, n response tokens.
+
+    prompt_ids    int32 [p]
+    response_ids  int32 [n]
+    logprobs      float32 [n]; 0.0 where a token has none (loss_mask is 0 there)
+    loss_mask     uint8 [n]; after the batch's staleness policy
+    versions      int32 [n]; -1 where unknown or not generated
+    """
+
+    sample_id: int
+    group_id: int
+    group_number: int
+    index: int
+    prompt_ids: Ids
+    response_ids: Ids
+    logprobs: Floats
+    loss_mask: npt.NDArray[np.uint8]
+    versions: Ids
+    reward: float | None
+    status: str
+    finish_reason: str | None
+    label: Any
+    metadata: dict[str, Any]
 
 
 def arrays(samples: Sequence[BatchSample], layout: str = "packed", method: str = "grpo") -> Arrays:

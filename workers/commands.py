@@ -136,6 +136,9 @@ def engine(
     from samplestore.errors import MissingExtra, SampleStoreError
 
     try:
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+
         from samplestore.workers.cpu_engine import serve_options
         from samplestore.workers.cpu_engine.options import EngineOptions
     except ImportError:

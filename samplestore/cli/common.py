@@ -21,16 +21,16 @@ Db: TypeAlias = Annotated[
         "--db",
         envvar="SAMPLESTORE_DATABASE_URL",
         metavar="URL",
-        help="Database: a SQLite file or postgresql://... [default: samplestore.toml's]",
-        show_default=False,
+        help="Database: a SQLite file or postgresql://...",
+        show_default="url of samplestore.toml",
     ),
 ]
 RunName: TypeAlias = Annotated[
-    str | None, typer.Option("--run", metavar="NAME", help="The run [default: the newest].", show_default=False)
+    str | None, typer.Option("--run", metavar="NAME", help="The run.", show_default="the newest")
 ]
 TheRun: TypeAlias = Annotated[
     str | None,
-    typer.Option("--run", metavar="NAME", help="The run; may be left out if there is only one.", show_default=False),
+    typer.Option("--run", metavar="NAME", help="The run.", show_default="the only one"),
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Reason: TypeAlias = Annotated[

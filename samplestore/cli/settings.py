@@ -18,8 +18,8 @@ ConfigFile: TypeAlias = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help="Configuration file [default: $SAMPLESTORE_CONFIG, else ./samplestore.toml].",
-        show_default=False,
+        help="Configuration file.",
+        show_default="$SAMPLESTORE_CONFIG, else ./samplestore.toml",
     ),
 ]
 

@@ -123,7 +123,7 @@ def why(
     run: RunName = None,
     groups: Annotated[
         int | None,
-        typer.Option("--groups", min=1, help="Groups of the batch [default: the run's].", show_default=False),
+        typer.Option("--groups", min=1, help="Groups of the batch.", show_default="the run's"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -8,12 +8,12 @@ import sqlalchemy as sa
 from sqlalchemy import bindparam
 
 from samplestore.clock import db_now
-from samplestore.models import PromptRow, Request, Run, Sample, SampleGroup, Segment, Stage
+from samplestore.models import PromptRow, Request, Run, Sample, SampleGroup, Segment, Stage, WeightVersionRow
 from samplestore.statements import staleness
 from samplestore.states import CLAIMABLE, FINISHED, RunState, SampleStatus, StageStatus
 
-run, group, sample, segment, stage, prompt, request = (
-    t.__table__ for t in (Run, SampleGroup, Sample, Segment, Stage, PromptRow, Request)
+run, group, sample, segment, stage, prompt, request, version = (
+    t.__table__ for t in (Run, SampleGroup, Sample, Segment, Stage, PromptRow, Request, WeightVersionRow)
 )
 
 FENCE = (
@@ -115,10 +115,22 @@ def _stalest() -> Any:
     )
 
 
-# n_segments = :seq makes gaps and repeats visible: both change no row.
+def _known(name: str) -> sa.ColumnElement[bool]:
+    """The run has this weight version, or none is given. Staleness of a number that means nothing would be a guess."""
+    given = bindparam(name, type_=sa.BigInteger)
+    return given.is_(None) | sa.exists().where(version.c.run_id == bindparam("b_run"), version.c.version == given)
+
+
+# n_segments = :seq makes gaps and repeats visible: both change no row, and neither does an unknown version.
 APPEND = (
     sa.update(sample)
-    .where(FENCE, sample.c.incarnation == bindparam("life"), sample.c.n_segments == bindparam("seq"))
+    .where(
+        FENCE,
+        sample.c.incarnation == bindparam("life"),
+        sample.c.n_segments == bindparam("seq"),
+        _known("low"),
+        _known("high"),
+    )
     .values(
         n_segments=sample.c.n_segments + 1,
         n_tokens=sample.c.n_tokens + bindparam("n"),
@@ -141,6 +153,7 @@ APPEND = (
     .returning(sample.c.n_tokens)
 )
 
+VERSION_EXISTS = sa.select(_known("number"))
 INSERT_SEGMENT = sa.insert(segment).values(created_at=db_now())
 REQUEST_STORED = (
     sa.update(request)

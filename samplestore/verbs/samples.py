@@ -9,10 +9,10 @@ import sqlalchemy as sa
 
 from samplestore import codec
 from samplestore.clock import db_now
-from samplestore.errors import InvalidSegment, InvalidSetting, LeaseLost, SequenceConflict
+from samplestore.errors import InvalidSegment, InvalidSetting, LeaseLost, SequenceConflict, UnknownVersion
 from samplestore.models import Request, Sample, Segment, SegmentArray, Stage
 from samplestore.statements import samples as st
-from samplestore.states import FINISHED, Fate, SampleStatus, SegmentKind
+from samplestore.states import CLAIMABLE, FINISHED, Fate, SampleStatus, SegmentKind
 from samplestore.types import Claim, RequestInfo, StageClaim
 from samplestore.verbs import groups, stages
 from samplestore.verbs.tx import Tx
@@ -98,7 +98,7 @@ def append(
     """Store the next segment of a claimed sample; returns its number of tokens.
 
     tokens    whole numbers [n]; logprobs: numbers [n], finite (needed where generated tokens have loss=1)
-    Raises InvalidSegment (refused, nothing stored), LeaseLost, SequenceConflict.
+    Raises InvalidSegment (refused, nothing stored), LeaseLost, SequenceConflict, UnknownVersion.
     """
     tx.as_worker(claim.owner)
     kind = SegmentKind(kind).value
@@ -110,9 +110,9 @@ def append(
         raise InvalidSegment("it has no tokens", field="tokens")
     probs = codec.as_logprobs(logprobs, ids.size, required=bool(loss) and kind == SegmentKind.GENERATED)
     payload = codec.encode(ids, probs)
-    low, high = version if isinstance(version, tuple) else (version, version)
-    if kind == SegmentKind.ENVIRONMENT:
-        low = high = None  # no weights made these tokens
+    # no weights made the tokens of an environment
+    low, high = (None, None) if kind == SegmentKind.ENVIRONMENT else _versions(version)
+    finish_reason = None if finish_reason is None else codec.clean_text(finish_reason, 100)
     n, total = int(ids.size), 0.0 if probs is None else float(probs.sum(dtype=np.float64))
     trained = bool(loss) and kind == SegmentKind.GENERATED
     moved = tx.execute(
@@ -125,7 +125,7 @@ def append(
         },
     ).one_or_none()  # fmt: skip
     if moved is None:
-        _refused(tx, claim, seq, payload)
+        _refused(tx, claim, seq, (kind, loss, low, high, finish_reason), payload)
         return n
     tx.execute(
         st.INSERT_SEGMENT,
@@ -161,17 +161,37 @@ def note_abort(tx: Tx, claim: Claim, reason: str) -> None:
     _tell_abort(tx, claim, reason, row.n_tokens)
 
 
-def _refused(tx: Tx, claim: Claim, seq: int, payload: bytes) -> None:
+def _versions(version: Version) -> tuple[int | None, int | None]:
+    low, high = version if isinstance(version, tuple) else (version, version)
+    for number in (low, high):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int | np.integer)):
+            raise InvalidSegment(f"weight version {number!r} is not a whole number", field="version")
+    if low is None or high is None:
+        return None, None
+    if low > high:
+        raise InvalidSegment(f"its weight versions {low}..{high} run backwards", field="version")
+    return int(low), int(high)
+
+
+def _refused(tx: Tx, claim: Claim, seq: int, told: tuple[Any, ...], payload: bytes) -> None:
     """An append changed no row: a repetition of an acknowledged one is a success, everything else says why not."""
     key = (segment.c.sample_id == claim.sample_id) & (segment.c.incarnation == claim.incarnation)
     there = tx.execute(
-        sa.select(segment.c.owner, segment.c.attempt, segment.c.payload).where(key, segment.c.seq == seq)
-    ).one_or_none()
+        sa.select(
+            segment.c.owner, segment.c.attempt, segment.c.payload, segment.c.kind, segment.c.loss, segment.c.version_min,
+            segment.c.version_max, segment.c.finish_reason,
+        ).where(key, segment.c.seq == seq)
+    ).one_or_none()  # fmt: skip
     if there and (there.owner, there.attempt) == (claim.owner, claim.attempt):
-        if bytes(there.payload) == payload:
+        same = (there.kind, there.loss, there.version_min, there.version_max, there.finish_reason) == told
+        if same and bytes(there.payload) == payload:
             return
         raise SequenceConflict(claim.sample_id, seq, seq + 1, "another segment with this seq is stored")
     row = _require_owner(tx, claim)
+    for number in told[2:4]:
+        if number is not None and not tx.execute(st.VERSION_EXISTS, {"b_run": tx.run_id, "number": number}).scalar():
+            name = tx.execute(sa.select(st.run.c.name).where(st.run.c.id == tx.run_id)).scalar_one()
+            raise UnknownVersion(name, number)
     raise SequenceConflict(claim.sample_id, seq, row.n_segments, "it would leave a gap or overwrite")
 
 
@@ -182,12 +202,12 @@ def _require_owner(tx: Tx, claim: Claim) -> sa.Row[Any]:
     return row
 
 
-def _ended_before(tx: Tx, claim: Claim, *statuses: SampleStatus) -> bool:
+def _ended_before(tx: Tx, claim: Claim, *statuses: SampleStatus) -> None:
     """Whether this very owner already let go at this attempt: the acknowledgement was lost, the write was not."""
     row = tx.execute(sa.select(sample).where(sample.c.id == claim.sample_id)).one()
     done = row.let_go == claim.attempt and row.incarnation == claim.incarnation
-    if done and (not statuses or row.status in statuses):
-        return True
+    if done and row.status in statuses:
+        return
     raise LeaseLost("sample", claim.sample_id, claim.attempt, row.owner, row.attempt)
 
 
@@ -237,7 +257,7 @@ def release(tx: Tx, claim: Claim, reason: str, tokens_lost: int = 0) -> None:
         st.RELEASE, {"sample_id": claim.sample_id, "b_owner": claim.owner, "fence": claim.attempt}
     ).rowcount
     if changed != 1:
-        _ended_before(tx, claim)
+        _ended_before(tx, claim, *CLAIMABLE)
         return
     shift(tx, claim.sample_id, Fate.IN_FLIGHT, Fate.RESUMABLE)
     tx.event(
@@ -265,7 +285,7 @@ def fail(tx: Tx, claim: Claim, error: str, backoff_s: float = 1.0) -> str:
             },
         ).rowcount  # fmt: skip
     if changed != 1:
-        _ended_before(tx, claim)
+        _ended_before(tx, claim, *CLAIMABLE, SampleStatus.FAILED)
         return str(tx.execute(sa.select(sample.c.status).where(sample.c.id == claim.sample_id)).scalar())
     tx.event("fail", said, worker_id=claim.owner, sample_id=claim.sample_id, group_id=claim.group_id)
     if last:

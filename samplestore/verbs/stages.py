@@ -85,10 +85,14 @@ def _fence(claim: StageClaim) -> dict[str, Any]:
     return {"stage_id": claim.stage_id, "b_owner": claim.owner, "fence": claim.attempt}
 
 
-def _ended_before(tx: Tx, claim: StageClaim) -> None:
-    """A repetition of a write whose acknowledgement was lost passes; anybody else's write does not."""
+def _ended_before(tx: Tx, claim: StageClaim, *same: sa.ColumnElement[bool]) -> None:
+    """A repetition of a write whose acknowledgement was lost passes. Another write of the same owner (a score that
+    comes after its timeout was recorded) does not, nor does anybody else's."""
     row = tx.execute(sa.select(stage).where(stage.c.id == claim.stage_id)).one()
-    if row.let_go != claim.attempt:
+    repeated = row.let_go == claim.attempt and tx.execute(
+        sa.select(stage.c.id).where(stage.c.id == claim.stage_id, *same)
+    ).scalar()
+    if not repeated:
         raise LeaseLost("stage", claim.stage_id, claim.attempt, row.owner, row.attempt)
 
 
@@ -110,7 +114,7 @@ def score(
         _fence(claim),
     ).rowcount  # fmt: skip
     if changed != 1:
-        return _ended_before(tx, claim)
+        return _ended_before(tx, claim, stage.c.status == StageStatus.DONE.value, stage.c.value == float(value))
     total = (
         sa.select(sa.func.sum(stage.c.value))
         .where(stage.c.sample_id == claim.sample_id, stage.c.incarnation == sample.c.incarnation)
@@ -148,7 +152,7 @@ def fail_stage(
         _fence(claim),
     ).rowcount  # fmt: skip
     if changed != 1:
-        _ended_before(tx, claim)
+        _ended_before(tx, claim, stage.c.outcome == outcome, stage.c.error == said)
         return str(tx.execute(sa.select(stage.c.status).where(stage.c.id == claim.stage_id)).scalar())
     tx.event("stage_failed", said, worker_id=claim.owner, sample_id=claim.sample_id, group_id=claim.group_id,
              details={"stage": claim.name, "outcome": outcome})  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 
 from samplestore import codec
 from samplestore.clock import db_now
@@ -72,7 +73,10 @@ def see_engine(tx: Tx, url: str, label: str | None) -> dict[str, Any]:
         )
     values = {"label": label, "version": number, "updated_at": db_now()}
     if row is None:
-        tx.execute(sa.insert(engine).values(run_id=tx.run_id, url=url, created_at=db_now(), **values))
+        # two workers see a new engine at the same moment
+        insert: Any = postgresql.insert if tx.connection.dialect.name == "postgresql" else sqlite.insert
+        new = insert(engine).values(run_id=tx.run_id, url=url, created_at=db_now(), **values)
+        tx.execute(new.on_conflict_do_nothing(index_elements=["url"], index_where=engine.c.state != sa.text("'gone'")))
     elif (row.label, row.version) != (label, number):
         tx.execute(sa.update(engine).where(engine.c.id == row.id).values(**values))
     return dict(tx.execute(sa.select(engine).where(engine.c.url == url, engine.c.state != "gone")).one()._mapping)
