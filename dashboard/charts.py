@@ -64,8 +64,9 @@ def aborts(counts: Mapping[str, int]) -> Any:
     import altair as alt
     import pandas as pd
 
-    rows = [{"reason": look.visible(why, 46), "times": n, "kind": why.partition(":")[0]} for why, n in counts.items()]
-    rows = rows[:MAX_BARS]
+    rows: list[dict[str, Any]] = [
+        {"reason": look.visible(why, 46), "times": n, "kind": why.partition(":")[0]} for why, n in counts.items()
+    ][:MAX_BARS]
     base = alt.Chart(pd.DataFrame(rows)).encode(
         y=alt.Y("reason:N", sort=[r["reason"] for r in rows], title=None, axis=alt.Axis(labelLimit=260, ticks=False)),
         x=alt.X("times:Q", title=None, axis=alt.Axis(tickMinStep=1, tickCount=4, format=",d")),

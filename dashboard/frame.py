@@ -45,7 +45,9 @@ def open_run() -> Run:
         listed = names[::-1][:200]
         chosen = st.sidebar.selectbox("Run", listed, index=listed.index(of.name) if of.name in listed else 0)
         if chosen != of.name:
-            st.query_params.from_dict({"run": chosen})
+            st.query_params["run"] = chosen
+            for gone in ("sample", "at"):  # they belong to the other run
+                st.query_params.pop(gone, None)
             st.rerun()
     elif asked != of.name:
         st.query_params["run"] = of.name

@@ -85,6 +85,7 @@ CSS = """<style>
   white-space: nowrap;
 }
 .ss-tokens {
+  tab-size: 4;
   font-family: "Source Code Pro", ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: .86rem;
   line-height: 1.95; white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line);
   border-radius: .5rem; padding: .8rem 1rem; overflow: hidden; unicode-bidi: isolate; direction: ltr;

@@ -66,6 +66,9 @@ def cli() -> str:
     )
 
 
+NOT_OURS = ("help", "install_completion", "show_completion")
+
+
 def _commands() -> Iterator[str]:
     from samplestore.cli.app import COMMANDS, build, load
 
@@ -80,12 +83,14 @@ def _commands() -> Iterator[str]:
 
 def _command(path: str, command: Any, children: bool = True, short: str = "") -> Iterator[str]:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    options = [p for p in command.params if p.param_type_name == "option" and p.name != "help"]
+    options = [p for p in command.params if p.param_type_name == "option" and p.name not in NOT_OURS]
     group = children and hasattr(command, "commands")
     usage = " ".join([path, *(a.metavar or a.name.upper() for a in arguments), *(["COMMAND"] if group else [])])
     yield from (f"### `{usage}`", "")
     yield from paragraphs(command.help or short)
-    rows = [(code(a.metavar or a.name.upper()), "required" if a.required else "", cell(a.help or "")) for a in arguments]
+    rows = [
+        (code(a.metavar or a.name.upper()), "required" if a.required else "", cell(a.help or "")) for a in arguments
+    ]
     rows += [(_flags(o), _default(o), _help(o)) for o in options]
     if rows:
         yield from table(("option", "default", ""), rows)
@@ -136,7 +141,8 @@ def schema() -> str:
         "The tables, from `samplestore/models.py`. Times are seconds since the epoch by the database's clock. "
         "The only way to this schema is `samplestore db upgrade`. Reading it with SQL is supported, writing is not: "
         "only the verbs keep counters, ledger and fences right. "
-        "Types are given as SQLite / PostgreSQL where they differ. Questions to start from: [cookbook](../cookbook.md).",
+        "Types are given as SQLite / PostgreSQL where they differ. "
+        "Questions to start from: [cookbook](../cookbook.md).",
         _schema(),
     )
 
@@ -156,7 +162,8 @@ def _schema() -> Iterator[str]:
         yield from (f"## {t.name}", "", f"`samplestore.models.{mapped[t.name].__name__}`", "")
         yield from paragraphs(mapped[t.name].__doc__)
         rows = [
-            (code(c.name), cell(_type(c.type)), "yes" if c.nullable else "", _key(c), cell(c.comment or "")) for c in t.c
+            (code(c.name), cell(_type(c.type)), "yes" if c.nullable else "", _key(c), cell(c.comment or ""))
+            for c in t.c
         ]
         yield from table(("column", "type", "null", "key", ""), rows)
         yield from _constraints(t)
@@ -210,11 +217,13 @@ def _settings() -> Iterator[str]:
     yield from ("## Of a run", "")
     yield (
         "`store.run(name, **settings)`, or `samplestore add-prompts --set NAME=VALUE`. `store.run` with other values "
-        "than stored raises `RunSettingsConflict`. `samplestore add-prompts` creates runs with `stages=[\"reward\"]`."
+        'than stored raises `RunSettingsConflict`. `samplestore add-prompts` creates runs with `stages=["reward"]`.'
     )
     yield ""
     told = _documented(RunSettings)
-    rows = [(code(f.name), code(f.type), code(repr(_field_default(f))), cell(told[f.name])) for f in fields(RunSettings)]
+    rows = [
+        (code(f.name), code(f.type), code(repr(_field_default(f))), cell(told[f.name])) for f in fields(RunSettings)
+    ]
     yield from table(("setting", "type", "default", ""), rows)
     yield from ("## Of a worker", "")
     yield (
@@ -224,8 +233,8 @@ def _settings() -> Iterator[str]:
         "command. `samplestore config show` tells each value and where it comes from."
     )
     yield ""
-    told = _documented(config.WorkerConfig)
-    flags = _worker_flags()
+    flags, helps = _worker_flags()
+    told = {**helps, **_documented(config.WorkerConfig)}
     rows = []
     for name, field in config.WorkerConfig.model_fields.items():
         default = field.get_default(call_default_factory=True)
@@ -233,11 +242,13 @@ def _settings() -> Iterator[str]:
     yield from table(("setting", "default", "flag", ""), rows)
 
 
-def _worker_flags() -> dict[str, str]:
+def _worker_flags() -> tuple[dict[str, str], dict[str, str]]:
+    """(flag, help) of each setting that `samplestore worker` has a flag for."""
     from samplestore.cli.app import load
 
-    flags = {p.name: p.opts[0] for p in load("worker").params if p.param_type_name == "option"}
-    return {**flags, "engines": flags["engine"]}
+    options = {p.name: p for p in load("worker").params if p.param_type_name == "option"}
+    options["engines"] = options.pop("engine")
+    return {name: o.opts[0] for name, o in options.items()}, {name: o.help or "" for name, o in options.items()}
 
 
 def _field_default(field: Any) -> Any:
@@ -376,7 +387,7 @@ def _function(name: str, function: Any, skip: tuple[str, ...] = ()) -> Iterator[
     shown = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(told))
     if len(name + shown) > 110:
         inner = re.sub(r"(?<=[\w\])'\"*]), (?=\*|\w+:)", ",\n    ", shown[1 : shown.rindex(")")])
-        shown = f"(\n    {inner},\n{shown[shown.rindex(')'):]}"
+        shown = f"(\n    {inner},\n{shown[shown.rindex(')') :]}"
     yield from ("```python", f"{name}{shown}", "```")
     yield ""
     yield from paragraphs(function.__doc__)

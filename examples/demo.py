@@ -49,12 +49,12 @@ class Plan:
 
 PLANS = {
     "tiny": Plan(
-        steps=60, groups=8, samples=8, max_staleness=1, max_new_tokens=96, learning_rate=3e-3,
+        steps=60, groups=8, samples=8, max_staleness=2, max_new_tokens=96, learning_rate=3e-3,
         reward="samplestore.examples.tiny_task:reward", concurrency=48, prompts=400,
         engine=["--max-running", "48", "--stream-interval", "8"],
     ),
     "smollm2": Plan(
-        steps=8, groups=4, samples=4, max_staleness=1, max_new_tokens=48, learning_rate=3e-6,
+        steps=12, groups=4, samples=4, max_staleness=2, max_new_tokens=48, learning_rate=1e-5,
         reward="reasoning_gym", concurrency=16, prompts=200, engine=["--max-running", "16", "--stream-interval", "8"],
         trainer=["--micro-batch", "4", "--timeout", "1800"], heartbeat_ttl_s=15.0, must_rise=False,
     ),

@@ -72,7 +72,7 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self.hearts: dict[int, Any] = {}  # run id -> the heart of this process's trainer
         self.on_close: list[Callable[[], None]] = []
-        self.reconnects = 0  # raised whenever a write was repeated after a lost connection
+        self.reconnects = 0  # raised whenever something was repeated after a lost connection
         if self.is_sqlite:
             if not self.url.database or self.url.database == ":memory:":
                 raise SampleStoreError("an in-memory database would not outlive this process; name a file")
@@ -184,11 +184,27 @@ class Database:
 
     def write(self, work: Callable[[Connection], T], *, durable: bool = False) -> T:
         """Run `work` in one write transaction, and again if the database took it back. `work` can be repeated."""
+
+        def once() -> T:
+            with self.writing(durable=durable) as connection:
+                return work(connection)
+
+        return self._repeated(once)
+
+    def read(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` on one snapshot, and again while the database server is away. `work` can be repeated."""
+
+        def once() -> T:
+            with self.reading() as connection:
+                return work(connection)
+
+        return self._repeated(once)
+
+    def _repeated(self, once: Callable[[], T]) -> T:
         deadline, conflicts, since = None, 0, time.monotonic()
         while True:
             try:
-                with self.writing(durable=durable) as connection:
-                    return work(connection)
+                return once()
             except DBAPIError as error:
                 if _is_lock_timeout(error):
                     raise StoreBusy(self.shown_url, self.busy_s, None, None) from error

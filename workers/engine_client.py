@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
@@ -11,6 +11,7 @@ import aiohttp
 from samplestore.workers.replies import EngineError, EventSplitter, error_of, parse_json
 
 CONNECT_S = 10.0
+MAX_BODY_BYTES = 256 * 1024 * 1024
 
 
 class EngineClient:
@@ -32,7 +33,7 @@ class EngineClient:
         if self._session:
             await self._session.close()
 
-    async def generate(self, base: str, body: dict[str, Any], routing_key: str) -> AsyncIterator[Any]:
+    async def generate(self, base: str, body: dict[str, Any], routing_key: str) -> AsyncGenerator[Any, None]:
         """Chunks of POST /generate, parsed. A unary answer is one chunk. Raises EngineError; a stream that ends
         before its [DONE] just ends: only a finish_reason tells that a reply is complete."""
         assert self._session is not None
@@ -74,11 +75,15 @@ class EngineClient:
 
 
 async def _body(response: aiohttp.ClientResponse) -> Any:
-    data = await response.read()
+    data = bytearray()
+    async for part in response.content.iter_any():
+        data += part
+        if len(data) > MAX_BODY_BYTES:
+            raise EngineError("broken", f"{response.url}: an answer of more than {MAX_BODY_BYTES} bytes")
     if not data.strip():
         return None
     try:
-        return parse_json(data)
+        return parse_json(bytes(data))
     except EngineError:
         if response.status == 200 and response.url.path.endswith("/generate"):
             raise

@@ -34,6 +34,8 @@ class Fleet:
         self.context_length: int | None = None
         self._list_path: str | None = None
         self._updating: dict[str, asyncio.Task[None]] = {}
+        self._claiming: set[str] = set()
+        self._unsettled: set[str] = set()  # mode keep: engines whose last change of weights somebody else drove
 
     def base_for(self, group_id: int) -> str:
         """Where a group's generate calls go: the router, or one of the engines that were given, always the same."""
@@ -66,17 +68,39 @@ class Fleet:
         urls = await self.discover()
         for gone in self.engines.keys() - set(urls):
             del self.engines[gone]
-        for url in urls:
-            try:
-                info = await self._info(url)
-            except EngineError as error:
-                self.engines.setdefault(url, None)
-                log.warning("engine=%s does not answer: %s", url, error)
-                continue
-            label = info.get("weight_version")
-            self.engines[url] = label if isinstance(label, str) else None
-            if url not in self._updating:
-                await self.write(weights.see_engine, url, self.engines[url])
+        # At once: one engine that hangs must not keep the others from being seen and updated.
+        failures = await asyncio.gather(*(self._look(url) for url in urls), return_exceptions=True)
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+    async def _look(self, url: str) -> None:
+        try:
+            info = await self._info(url)
+        except EngineError as error:
+            self.engines.setdefault(url, None)
+            log.warning("engine=%s does not answer: %s", url, error)
+            return
+        if url in self._updating:
+            return
+        before, label = self.engines.get(url), info.get("weight_version")
+        self.engines[url] = label if isinstance(label, str) else None
+        row = await self.write(weights.see_engine, url, self.engines[url])
+        if self.mode == WeightUpdateMode.KEEP:
+            if before != self.engines[url]:
+                self._unsettled.add(url)
+            if url in self._unsettled and row["owner"] is None:
+                await self._wake(url)
+
+    async def _wake(self, url: str) -> None:
+        """Let an engine go on whose weights were changed by somebody else. A driver that died between the update and
+        its continue_generation would leave it frozen for ever; where it lives on, another continue is harmless."""
+        try:
+            await self.client.post(f"{url}/continue_generation", {})
+        except EngineError as error:
+            log.warning("engine=%s could not be told to go on: %s", url, error)
+            return
+        self._unsettled.discard(url)
 
     async def _info(self, url: str) -> dict[str, Any]:
         try:
@@ -106,8 +130,14 @@ class Fleet:
 
     async def follow(self, url: str) -> None:
         """Bring an engine to the run's current version, unless another process does."""
-        held = await self.write(weights.claim_engine, self.worker_id, url)
-        if held is None or url in self._updating:
+        if url in self._updating or url in self._claiming:
+            return  # before the claim: one that is made and then dropped would hold the engine for ever
+        self._claiming.add(url)
+        try:
+            held = await self.write(weights.claim_engine, self.worker_id, url)
+        finally:
+            self._claiming.discard(url)
+        if held is None:
             return
         task = asyncio.create_task(self._update(held))
         self._updating[url] = task
@@ -175,10 +205,15 @@ class Fleet:
         except EngineError as error:
             log.warning("engine=%s rid=%s abort failed: %s", url, rid, error)
 
-    async def close(self) -> None:
-        """Wait for updates that this process drives: an engine must not be left half told."""
-        if self._updating:
-            await asyncio.gather(*self._updating.values(), return_exceptions=True)
+    async def close(self, timeout_s: float) -> None:
+        """Wait for updates that this process drives: an engine must not be left half told. One that takes longer is
+        left to whoever takes over: a stop must not wait minutes for an engine that hangs."""
+        if not self._updating:
+            return
+        _, late = await asyncio.wait(self._updating.values(), timeout=timeout_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
 
 
 def _urls(answer: Any) -> set[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,13 +58,15 @@ class Pending:
         else:
             self.logprobs += delta.logprobs
 
-    def take(self, n: int) -> tuple[list[int], list[Any] | None]:
-        """The first n tokens, which leave."""
-        ids, self.ids = self.ids[:n], self.ids[n:]
-        if self.logprobs is None:
-            return ids, None
-        probs, self.logprobs = self.logprobs[:n], self.logprobs[n:]
-        return ids, probs
+    def first(self, n: int) -> tuple[list[int], list[Any] | None]:
+        """The first n tokens and their log-probs."""
+        return self.ids[:n], None if self.logprobs is None else self.logprobs[:n]
+
+    def drop(self, n: int) -> None:
+        """The first n are stored. Not before: behind tokens that were refused nothing may be stored, or the response
+        would have a hole."""
+        self.ids = self.ids[n:]
+        self.logprobs = None if self.logprobs is None else self.logprobs[n:]
 
 
 class Outcome:
@@ -96,11 +99,12 @@ class Request:
         self.abort_told = False
         self.stored = 0
 
-    async def run(self, base: str, budget: int, resumes: bool) -> str:
+    async def run(self, base: str, budget: int, resumes: bool, engine: str | None = None) -> str:
         """Generate up to `budget` tokens. Returns an Outcome; everything that may be stored is stored.
+        `engine`: which one `base` is, where it is not a router.
         Raises LeaseLost, InvalidSegment, EngineError("refused" | "broken")."""
         temperature = float(self.limits.sampling.get("temperature", 1.0))
-        await self.write(samples.begin_request, self.claim, self.rid, None, temperature, resumes)
+        await self.write(samples.begin_request, self.claim, self.rid, engine, temperature, resumes)
         lost: str | None = "worker failed"
         try:
             outcome = await self._read(base, budget)
@@ -117,6 +121,7 @@ class Request:
             raise
         except asyncio.CancelledError:
             lost = "worker stopped"
+            await uninterrupted(self._flush_rest())  # what has come is kept
             raise
         finally:
             await asyncio.shield(self._close(lost))
@@ -136,14 +141,17 @@ class Request:
         """Read to the end. A reply is complete by its finish_reason alone: some routers say [DONE] after an error."""
         body, reader = self._body(budget), self.reader
         try:
-            async for chunk in self.client.generate(base, body, f"{self.claim.run_id}-{self.claim.group_id}"):
-                self._take(reader.feed(chunk))
-                if self._due():
-                    await self._flush(self.certain, self.certain_label)
+            chunks = self.client.generate(base, body, f"{self.claim.run_id}-{self.claim.group_id}")
+            async with contextlib.aclosing(chunks):  # an error must end the call now: the engine stops when it is cut
+                async for chunk in chunks:
+                    self._take(reader.feed(chunk))
+                    if self._due():
+                        await self._flush(self.certain, self.certain_label)
         except EngineError as error:
             if error.kind == "busy" and not reader.totals.completion_tokens:
                 return Outcome.BUSY
             if error.kind in ("refused", "broken"):
+                await self._flush_rest()  # what came before the error is good
                 raise
             log.warning("sample=%d rid=%s %s", self.claim.sample_id, self.rid, error)
         await self._flush_rest()
@@ -175,16 +183,20 @@ class Request:
 
     async def _flush(self, n: int, *labels: str | None) -> None:
         """Store the first n pending tokens, made by the weights that `labels` name: one, or a range of them."""
-        if not n:
-            return
+        if n:
+            # Not to be cut in the middle: a write that is made without this object knowing would be made again.
+            await uninterrupted(self._store(n, labels))
+
+    async def _store(self, n: int, labels: tuple[str | None, ...]) -> None:
         numbers = [await self.versions(label) for label in labels]
         known = [v for v in numbers if v is not None]
         version: Any = None if len(known) < len(numbers) else (min(known), max(known))
         ended = self.reader.totals.finish_reason if n == len(self.pending.ids) else None
-        ids, probs = self.pending.take(n)
+        ids, probs = self.pending.first(n)
         claim, seq = self.claim, self.claim.seq
         reason = self.why_aborted(labels[0])
         await self.write(samples.append, claim, seq, ids, probs, version, ended, rid=self.rid, abort_reason=reason)
+        self.pending.drop(n)
         self.abort_told = ended == "abort"
         advance(claim, seq, len(ids), ended)
         claim.response_ids = _joined(claim.response_ids, ids)
@@ -220,6 +232,17 @@ class Request:
                 lost_reason=lost if missing or not complete else None,
             ),
         )  # fmt: skip
+
+
+async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
+    """Finish `work` even if this task is cancelled meanwhile; then be cancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.done():
+            await asyncio.wait([task])
+        raise
 
 
 def _joined(ids: Any, more: list[int]) -> Any:

@@ -8,6 +8,7 @@ So the new tokens of a chunk are its last `completion_tokens - seen` ids and log
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from samplestore.errors import SampleStoreError
 
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 MAX_NEW_TOKENS_A_CHUNK = 1_000_000
+MAX_COUNT = 2**31  # of what engines report for information: more does not fit the database's columns
 
 
 class EngineError(SampleStoreError):
@@ -98,48 +100,65 @@ class ReplyReader:
         """The chunk's new tokens. Raises EngineError where it contradicts itself or carries an error."""
         if not isinstance(chunk, dict):
             raise EngineError("broken", f"a chunk is {type(chunk).__name__}, not an object")
-        if "error" in chunk:
+        if chunk.get("error") is not None:
             raise error_of(chunk, 500)
         meta = chunk.get("meta_info")
         if not isinstance(meta, dict):
             raise EngineError("broken", "a chunk has no meta_info")
         reason = self._finish(meta)
         ids, logprobs = chunk.get("output_ids") or [], meta.get("output_token_logprobs")
+        if not isinstance(ids, list):
+            raise EngineError("broken", f"output_ids is {type(ids).__name__}, not a list")
         seen = self.totals.completion_tokens
-        total = meta.get("completion_tokens")
-        if total is None:  # aborted while queued: no counts, no lists
-            total = seen if reason == "abort" else len(ids)
-        if not isinstance(total, int) or total < seen or total - seen > MAX_NEW_TOKENS_A_CHUNK:
-            raise EngineError("broken", f"completion_tokens went from {seen} to {total!r}")
-        new = total - seen
-        self._note(meta, total)
-        if new == 0:
-            return Delta([], [], self.totals.label)
-        if not isinstance(ids, list) or len(ids) < new:
+        new = self._total(meta, ids, seen, reason) - seen
+        if len(ids) < new:
             raise EngineError("broken", f"{new} new tokens by completion_tokens, but {len(ids)} output_ids")
-        return Delta(ids[-new:], _logprobs(logprobs, ids[-new:]), self.totals.label)
+        fresh = ids[len(ids) - new :]
+        probs = _logprobs(logprobs, fresh) if new else []
+        self._note(meta, seen + new)
+        if reason is not None:
+            self.totals.finish_reason = reason
+        return Delta(fresh, probs, self.totals.label)
+
+    @staticmethod
+    def _total(meta: dict[str, Any], ids: list[Any], seen: int, reason: str | None) -> int:
+        """completion_tokens, or what stands for it where an engine leaves it out."""
+        total = meta.get("completion_tokens")
+        if total is None and not seen:
+            return len(ids)  # a first chunk has no dialect: it is cumulative and incremental at once
+        if total is None and reason == "abort":
+            return seen  # aborted in the queue after a retraction: no counts, and what it repeats is known
+        if not isinstance(total, int) or isinstance(total, bool):
+            raise EngineError("broken", f"completion_tokens went from {seen} to {total!r}")
+        if total < seen or total - seen > MAX_NEW_TOKENS_A_CHUNK:
+            raise EngineError("broken", f"completion_tokens went from {seen} to {total}")
+        return total
 
     def _finish(self, meta: dict[str, Any]) -> str | None:
         reason = meta.get("finish_reason")
         if reason is None:
             return None
         kind = reason.get("type") if isinstance(reason, dict) else reason
-        if isinstance(reason, dict) and kind == "abort" and reason.get("status_code") not in (None, 200):
-            raise error_of({"message": reason.get("message", "")}, int(reason["status_code"]))
-        self.totals.finish_reason = str(kind)[:40]
-        self.totals.finish_message = str(reason.get("message", ""))[:500] if isinstance(reason, dict) else None
-        return self.totals.finish_reason
+        if not isinstance(kind, str) or not kind:
+            raise EngineError("broken", f"finish_reason is {str(reason)[:200]!r}")
+        if isinstance(reason, dict):
+            status = reason.get("status_code")
+            if kind == "abort" and isinstance(status, int) and status != 200:
+                raise error_of({"message": reason.get("message", "")}, status)
+            self.totals.finish_message = str(reason.get("message", ""))[:500]
+        return kind[:40]
 
     def _note(self, meta: dict[str, Any], total: int) -> None:
         t = self.totals
         t.completion_tokens = total
         for name, key in (("prompt_tokens", "prompt_tokens"), ("cached_tokens", "cached_tokens")):
-            if isinstance(meta.get(key), int):
+            if isinstance(meta.get(key), int) and 0 <= meta[key] < MAX_COUNT:
                 setattr(t, name, meta[key])
         retractions = meta.get("num_retractions", meta.get("total_retractions"))
-        t.retractions = retractions if isinstance(retractions, int) else t.retractions
+        if isinstance(retractions, int) and 0 <= retractions < MAX_COUNT:
+            t.retractions = retractions
         for name, key in (("e2e_s", "e2e_latency"), ("queue_s", "queue_time")):
-            if isinstance(meta.get(key), int | float):
+            if isinstance(meta.get(key), int | float) and 0 <= meta[key] < MAX_COUNT:
                 setattr(t, name, float(meta[key]))
         if isinstance(meta.get("weight_version"), str):
             t.label = meta["weight_version"][:200]
@@ -163,19 +182,24 @@ def _logprobs(entries: Any, ids: list[int]) -> list[Any] | None:
     return values
 
 
+_EVENT_END = re.compile(rb"\n\n|\r\n\r\n")
+
+
 class EventSplitter:
     """Server-sent events from a byte stream: yields the data of each complete event."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._buffer, self._looked = bytearray(), 0
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         self._buffer += data
+        while (end := _EVENT_END.search(self._buffer, self._looked)) is not None:
+            event = bytes(self._buffer[: end.start()])
+            del self._buffer[: end.end()]
+            self._looked = 0
+            lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
+            if lines:
+                yield b"\n".join(lines)
+        self._looked = max(0, len(self._buffer) - 3)  # an end may begin in the bytes that are here
         if len(self._buffer) > MAX_EVENT_BYTES:
             raise EngineError("broken", f"a stream event of more than {MAX_EVENT_BYTES} bytes")
-        while (end := self._buffer.find(b"\n\n")) >= 0:
-            event = bytes(self._buffer[:end])
-            del self._buffer[: end + 2]
-            for line in event.splitlines():
-                if line.startswith(b"data:"):
-                    yield line[5:].strip()

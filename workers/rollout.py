@@ -11,13 +11,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from samplestore.errors import InvalidSegment, LeaseLost, SampleStoreError, SequenceConflict, WorkerDead
+from samplestore.errors import LeaseLost, SampleStoreError, StoreBusy, WorkerDead
 from samplestore.heart import Heart
 from samplestore.models import Run as RunRow
-from samplestore.models import Sample, WeightVersionRow
+from samplestore.models import Sample, Stage, WeightVersionRow
 from samplestore.order import Cursor
 from samplestore.run import Run
-from samplestore.states import CLAIMABLE, RunState
+from samplestore.states import CLAIMABLE, RunState, StageStatus
 from samplestore.types import Claim, StageClaim
 from samplestore.verbs import liveness, prompts, samples, stages
 from samplestore.workers.engine_client import EngineClient
@@ -118,8 +118,8 @@ class RolloutWorker:
             await asyncio.gather(*parts, return_exceptions=True)
         was_dead = dead.is_set() or isinstance(error, WorkerDead)
         await self._let_everything_go("worker declared dead" if was_dead else self.stop_reason or "worker left")
-        await self.fleet.close()
-        heart.stop()
+        await self.fleet.close(self.config.drain_timeout_s)
+        await asyncio.to_thread(heart.stop)
         if was_dead:
             return self.stop_reason is None
         await self.write(
@@ -146,15 +146,16 @@ class RolloutWorker:
             await asyncio.sleep(0.1)
 
     async def write(self, verb: Any, first: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """One write through the group commit, acknowledged. Survives this coroutine's cancellation."""
-        return await asyncio.wrap_future(self.writer.submit(verb, first, *args, **kwargs))
+        """One write through the group commit, acknowledged. Survives this coroutine's cancellation. While somebody
+        holds the database it waits: a worker that left would only lose what it has."""
+        while True:
+            try:
+                return await asyncio.wrap_future(self.writer.submit(verb, first, *args, **kwargs))
+            except StoreBusy as busy:
+                log.warning("%s", busy)
 
     async def read(self, question: Any) -> Any:
-        def ask() -> Any:
-            with self.run.database.reading() as connection:
-                return question(connection)
-
-        return await asyncio.to_thread(ask)
+        return await asyncio.to_thread(self.run.database.read, question)
 
     def stop(self, reason: str) -> None:
         """Checkpoint what is in flight, release it, leave. Called by the first SIGTERM or SIGINT."""
@@ -208,15 +209,17 @@ class RolloutWorker:
                 self._spawn(self._abort(request))
 
     async def _abort(self, request: Request) -> None:
-        """Abort at the engines; the partial comes back through the open call. If it does not, cut the call: an
-        engine that sees its client go stops too."""
-        await self.fleet.abort(request.rid)
-        task = self.inflight.get(request.claim.sample_id)
-        if task is not None:
-            _, late = await asyncio.wait([task], timeout=self.config.abort_timeout_s)
-            if late and self.requests.get(request.claim.sample_id) is request:
+        """Abort at the engines; the partial comes back through the open call. Said again until it does: an abort that
+        overtakes its request is not heard. In the end the call is cut: an engine that sees its client go stops too."""
+        id, end = request.claim.sample_id, time.monotonic() + self.config.abort_timeout_s
+        task = self.inflight.get(id)
+        while task is not None and not task.done() and self.requests.get(id) is request:
+            if time.monotonic() >= end:
                 log.warning("rid=%s abort was not answered; closing its connection", request.rid)
                 task.cancel()
+                return
+            await self.fleet.abort(request.rid)
+            await asyncio.wait([task], timeout=max(0.01, min(1.0, end - time.monotonic())))
 
     async def _watch_engines(self) -> None:
         while True:
@@ -267,7 +270,13 @@ class RolloutWorker:
         query = sa.select(sa.func.count()).where(
             table.c.run_id == self.run.id, table.c.closed == 0, table.c.status.in_([s.value for s in CLAIMABLE])
         )
-        return bool(await self.read(lambda c: c.execute(query).scalar_one()) == 0)
+        pending = sa.select(sa.func.count()).where(
+            Stage.__table__.c.run_id == self.run.id, Stage.__table__.c.status == StageStatus.PENDING.value
+        )
+        if await self.read(lambda c: c.execute(query).scalar_one()):
+            return False
+        # a stage that waits for its next attempt is work too
+        return self.scorer is None or not await self.read(lambda c: c.execute(pending).scalar_one())
 
     async def _claim(self) -> bool:
         """Fill free slots: stages that somebody left, then samples. Whether anything came."""
@@ -324,7 +333,11 @@ class RolloutWorker:
             raise
         except LeaseLost as error:
             log.warning("sample=%d %s", id, error)
-        except (InvalidSegment, SequenceConflict, EngineError) as error:
+        except SampleStoreError as error:
+            await self._failed(claim, error)
+        except Exception as error:
+            # The sample must not stay with a worker that does nothing for it until its deadline.
+            log.exception("sample=%d failed unexpectedly", id)
             await self._failed(claim, error)
         finally:
             self.inflight.pop(id, None)
@@ -335,6 +348,8 @@ class RolloutWorker:
     async def _generate(self, claim: Claim) -> None:
         """Requests, one after the other, until the sample is finished: a sample is resumed from its stored tokens
         whenever a request ends early. The budget is what is left of max_new_tokens, counted from stored tokens."""
+        if claim.n_tokens and claim.finish_reason not in (None, "abort", "length"):
+            return  # it was complete, and its worker died before it could say so: another token would be one too many
         resumes, idle = claim.resumable, 0
         while True:
             self._check_told_to_stop(claim)
@@ -360,11 +375,13 @@ class RolloutWorker:
             if outcome == Outcome.CUT and idle >= MAX_CUTS:
                 raise LetGo("engine unreachable")
             if outcome in (Outcome.CUT, Outcome.BUSY) or idle:
-                await asyncio.sleep(random.uniform(0.5, 1.0) * min(5.0, BACKOFF_S * 2**idle))
+                # min: after an hour without engines 2**idle would be no float any more
+                await asyncio.sleep(random.uniform(0.5, 1.0) * min(5.0, BACKOFF_S * 2 ** min(idle, 8)))
 
     async def _ask(self, request: Request, budget: int, resumes: bool) -> str:
         try:
-            return await request.run(self.fleet.base_for(request.claim.group_id), budget, resumes)
+            base = self.fleet.base_for(request.claim.group_id)
+            return await request.run(base, budget, resumes, None if self.fleet.router else base)
         except LeaseLost:
             # nobody wants these tokens any more, so the engine must not make them
             await asyncio.shield(self.fleet.abort(request.rid))
@@ -405,10 +422,10 @@ class RolloutWorker:
         except LeaseLost as error:
             log.warning("sample=%d %s", claim.sample_id, error)
 
-    async def _failed(self, claim: Claim, error: SampleStoreError) -> None:
+    async def _failed(self, claim: Claim, error: Exception) -> None:
         log.error("sample=%d attempt=%d %s", claim.sample_id, claim.attempt, error)
         try:
-            await self.write(samples.fail, claim, str(error))
+            await self.write(samples.fail, claim, str(error) or type(error).__name__)
         except LeaseLost as lost:
             log.warning("sample=%d %s", claim.sample_id, lost)
 

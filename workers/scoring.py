@@ -47,3 +47,14 @@ class Scorer:
             await self.write(stages.release_stage, claim)
         except LeaseLost as error:
             log.warning("sample=%d stage=%d %s", claim.sample_id, claim.stage_id, error)
+        except Exception as error:
+            # Ids that the tokenizer does not know, a result that the store refuses: a stage has no deadline, so one
+            # that nobody settles would stay with this worker for as long as it lives.
+            log.exception("sample=%d stage=%d could not be scored", claim.sample_id, claim.stage_id)
+            await self._failed(claim, f"{type(error).__name__}: {error}")
+
+    async def _failed(self, claim: StageClaim, error: str) -> None:
+        try:
+            await self.write(stages.fail_stage, claim, error)
+        except LeaseLost as lost:
+            log.warning("sample=%d stage=%d %s", claim.sample_id, claim.stage_id, lost)

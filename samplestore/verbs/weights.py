@@ -76,7 +76,7 @@ def see_engine(tx: Tx, url: str, label: str | None) -> dict[str, Any]:
         # two workers see a new engine at the same moment
         insert: Any = postgresql.insert if tx.connection.dialect.name == "postgresql" else sqlite.insert
         new = insert(engine).values(run_id=tx.run_id, url=url, created_at=db_now(), **values)
-        tx.execute(new.on_conflict_do_nothing(index_elements=["url"], index_where=engine.c.state != sa.text("'gone'")))
+        tx.execute(new.on_conflict_do_nothing(index_elements=["url"], index_where=sa.text("state <> 'gone'")))
     elif (row.label, row.version) != (label, number):
         tx.execute(sa.update(engine).where(engine.c.id == row.id).values(**values))
     return dict(tx.execute(sa.select(engine).where(engine.c.url == url, engine.c.state != "gone")).one()._mapping)

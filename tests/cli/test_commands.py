@@ -58,7 +58,7 @@ def test_the_entry_points_are_those_of_the_table() -> None:
     assert {name for name, listed in app.COMMANDS.items() if not listed.target} <= installed
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["version"], []], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], []], ids=" ".join)
 def test_help_and_version_import_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
     listing = tmp_path / "modules"
     code = (

@@ -41,7 +41,7 @@ def demo(request: pytest.FixtureRequest) -> Demo:
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def chromium() -> str:
     """The browser's path. Skips without one, but fails in CI: a green run there must mean that a browser was used."""
     if not Path(CHROMIUM).exists():

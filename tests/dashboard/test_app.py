@@ -14,6 +14,7 @@ from streamlit.testing.v1 import AppTest
 
 import samplestore
 from samplestore.dashboard import parts, source
+from samplestore.dashboard.readonly import open_read_only
 from samplestore.engine import sqlite_module
 from samplestore.models import Event, Sample, SampleGroup
 from tests.support.demo_data import Demo
@@ -54,7 +55,7 @@ def trajectory(at: AppTest, **query: str) -> AppTest:
 def test_overview_shows_what_the_database_holds(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
     at = start(monkeypatch, demo.url).run()
     shown = text(at)
-    with source.open_read_only(demo.url).database.reading() as c:
+    with open_read_only(demo.url).database.reading() as c:
         by_status = sa.select(Sample.status, sa.func.count()).group_by(Sample.status)
         by_state = sa.select(SampleGroup.state, sa.func.count()).group_by(SampleGroup.state)
         counted = {name: n for query in (by_status, by_state) for name, n in c.execute(query)}
@@ -83,7 +84,7 @@ def test_the_ledger_bar_adds_up_to_its_total(demo: Demo, monkeypatch: pytest.Mon
 
 
 def test_a_ledger_that_does_not_add_up_is_said_so(demo_sqlite: Demo) -> None:
-    store = source.open_read_only(demo_sqlite.url)
+    store = open_read_only(demo_sqlite.url)
     book = store.existing_run().ledger()
     store.database.reader.dispose()
     data = source.Overview("db", 1, "0001", {}, {}, book, {}, [])
@@ -158,6 +159,18 @@ def test_an_unknown_run_names_those_that_exist(demo_sqlite: Demo, monkeypatch: p
     assert demo_sqlite.run in text(at.run())
 
 
+def test_another_run_can_be_chosen(db_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with samplestore.open(db_url) as store:
+        store.run("older")
+        store.run("newer")
+    at = start(monkeypatch, db_url).run()
+    assert "newer running" in text(at)
+    at.query_params["sample"] = "3/1"
+    at.sidebar.selectbox[0].set_value("older").run()
+    assert "older running" in text(at)
+    assert at.query_params["run"] in ("older", ["older"]) and "sample" not in at.query_params
+
+
 def test_a_run_without_prompts_and_without_samples(db_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with samplestore.open(db_url) as store:
         run = store.run("empty")
@@ -228,7 +241,7 @@ def test_the_last_numbers_stay_while_the_database_is_locked(
 def test_reading_writes_nothing(demo_sqlite: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(demo_sqlite.url.removeprefix("sqlite:///"))
     before = path.read_bytes()
-    store = source.open_read_only(demo_sqlite.url)
+    store = open_read_only(demo_sqlite.url)
     with pytest.raises(sa.exc.OperationalError, match="readonly"), store.database.reading() as connection:
         connection.execute(sa.update(Sample).values(priority=1))
     store.database.reader.dispose()

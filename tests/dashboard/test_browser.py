@@ -34,7 +34,7 @@ PROBES = ("/trajectory/_stcore/health", "/trajectory/_stcore/host-config")
 
 
 @pytest.fixture(scope="module")
-def address(demo_sqlite: Demo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address(chromium: str, demo_sqlite: Demo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of `samplestore dashboard` on the demo."""
     running, port = Processes(tmp_path_factory.mktemp("dashboard_logs")), free_port()
     args = ["--db", demo_sqlite.url, "--port", str(port), "--tokenizer", str(demo_sqlite.tokenizer)]

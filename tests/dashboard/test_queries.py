@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 import sqlalchemy as sa
 
+import samplestore
 from samplestore.dashboard.readonly import open_read_only
 from samplestore.errors import InvalidSetting
 from samplestore.models import PromptRow, Sample, SampleGroup, Segment
@@ -30,8 +34,6 @@ def test_windows_of_any_size_add_up_to_what_was_written(demo: Demo, opened: tupl
             sa.select(PromptRow.prompt_ids).join(SampleGroup, SampleGroup.prompt_id == PromptRow.id)
             .where(SampleGroup.number == demo.spanning[0])
         ).scalar_one()  # fmt: skip
-    import numpy as np
-
     expected = [*np.frombuffer(prompt, "<i4").tolist(), *demo.responses[demo.spanning]]
     for size in (1_000, 37, 7):
         seen: list[int] = []
@@ -115,11 +117,26 @@ def test_recent_samples_have_tokens(opened: tuple[Store, Run]) -> None:
     assert [r["moved_at"] for r in recent] == sorted((r["moved_at"] for r in recent), reverse=True)
 
 
-def test_a_damaged_payload_is_refused(sqlite_url: str, demo_sqlite: Demo, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    import shutil
+def test_no_page_costs_with_the_size_of_the_run(demo_sqlite: Demo) -> None:
+    """Each query finds its rows by an index: a scan would make the page slower with every step of the run."""
+    store = open_read_only(demo_sqlite.url)
+    run, seen = store.existing_run(), []
+    sa.event.listen(store.database.reader, "before_cursor_execute", lambda *call: seen.append((call[2], call[3])))
+    browse.groups(store.database, run.id, below=20)
+    browse.groups(store.database, run.id, state="ready")
+    browse.samples(store.database, run.id, 3)
+    browse.recent(store.database, run.id)
+    trajectory.read(store.database, run.id, *demo_sqlite.spanning)
+    asked = [(query, values) for query, values in seen if query.startswith("SELECT")]
+    assert len(asked) >= 9
+    with store.database.reading() as connection:
+        for query, values in asked:
+            plan = [row[-1] for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {query}", values)]
+            assert not [step for step in plan if step.startswith("SCAN") and "CONSTANT ROW" not in step], (query, plan)
+    store.database.reader.dispose()
 
-    import samplestore
 
+def test_a_damaged_payload_is_refused(demo_sqlite: Demo, tmp_path: Path) -> None:
     copy = tmp_path / "damaged.db"
     shutil.copyfile(demo_sqlite.url.removeprefix("sqlite:///"), copy)
     with samplestore.open(str(copy)) as store:

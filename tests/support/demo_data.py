@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ class _Builder:
         labels = {v.version: v.label for v in self.run.weight_versions()}
         for i, url in enumerate(ENGINES):
             label = labels[max(0, self.version - (i >= len(ENGINES) - behind))]
-            self.run.transact(lambda tx, url=url, label=label: weights.see_engine(tx, url, label))
+            self.run.transact(partial(weights.see_engine, url=url, label=label))
 
     def text_of(self, claim: Claim) -> Ids:
         """What the model is going to say for this sample, int32 [n]."""
