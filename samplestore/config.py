@@ -61,7 +61,11 @@ class WorkerConfig(BaseSettings):
     max_new_tokens     response budget of a sample, in tokens; None is the run's
     sampling           engine sampling parameters over those of the run
     poll_seconds       between two looks for work
+    reward_memory_mb   address space of a reward process
     drain_timeout_s    given to samples in flight when the worker ends
+    request_timeout_s  silence of an engine after which a request counts as dead
+    abort_timeout_s    for an engine's answer to an abort; then the connection is closed
+    update_timeout_s   for an engine to load weights
     update_engines     bring engines to the run's weights
     exit_when_done     end when the run's prompts are used up
     """

@@ -56,6 +56,8 @@ class StoreBusy(SampleStoreError):
 
 
 class RunNotFound(SampleStoreError):
+    """A run was named that the database does not have."""
+
     def __init__(self, name: str, known: list[str]) -> None:
         self.name, self.known = name, known
         have = f"The database has: {', '.join(known)}." if known else "The database has no runs yet."
@@ -72,6 +74,8 @@ class RunSettingsConflict(SampleStoreError):
 
 
 class InvalidSetting(SampleStoreError):
+    """A setting or argument has a value that is not allowed. Nothing was changed."""
+
     def __init__(self, name: str, value: Any, allowed: str) -> None:
         self.name, self.value, self.allowed = name, value, allowed
         super().__init__(f"setting {name}={value!r} is not allowed; use {allowed}")
@@ -127,10 +131,12 @@ class NotInRun(SampleStoreError):
     def __init__(self, what: str, ids: list[int]) -> None:
         self.what, self.ids = what, ids
         shown = ", ".join(str(i) for i in ids[:10]) + (", ..." if len(ids) > 10 else "")
-        super().__init__(f"this run has no {what} with id {shown}. List them with: samplestore show")
+        super().__init__(f"this run has no {what} with id {shown}. List them with: samplestore groups")
 
 
 class UnknownVersion(SampleStoreError):
+    """A weight version was named that the run does not have."""
+
     def __init__(self, run: str, version: int) -> None:
         self.run, self.version = run, version
         super().__init__(f"run {run!r} has no weight version {version}. Announce it first: run.publish_weights(...)")
@@ -153,6 +159,8 @@ class WorkerFailed(SampleStoreError):
 
 
 class StepAlreadyCommitted(SampleStoreError):
+    """A batch was asked for a step whose batch is committed on this timeline."""
+
     def __init__(self, step: int, batch_id: int) -> None:
         self.step, self.batch_id = step, batch_id
         super().__init__(
@@ -162,18 +170,24 @@ class StepAlreadyCommitted(SampleStoreError):
 
 
 class StepHeld(SampleStoreError):
+    """Another trainer that is alive holds the batch of this step."""
+
     def __init__(self, step: int, batch_id: int, worker_id: int) -> None:
         self.step, self.batch_id, self.worker_id = step, batch_id, worker_id
         super().__init__(f"step {step} is leased as batch {batch_id} by live worker {worker_id}")
 
 
 class MissingLogprobs(SampleStoreError):
+    """A batch that needs log-probs has a sample without."""
+
     def __init__(self, sample_id: int) -> None:
         self.sample_id = sample_id
         super().__init__(f"sample {sample_id} has trained tokens without log-probs; pass need_logprobs=False to accept")
 
 
 class RewindTooFar(SampleStoreError):
+    """What a rewind would have to bring back was pruned."""
+
     def __init__(self, step: int, limit: int, why: str) -> None:
         self.step, self.limit, self.why = step, limit, why
         super().__init__(f"cannot rewind to step {step}: {why} {limit}")

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from samplestore.workers.replies import Delta, EngineError, ReplyReader
 log = logging.getLogger("samplestore.generation")
 
 Write = Callable[..., Awaitable[Any]]
+_END = object()
 CONTEXT_MARGIN = 6  # SGLang refuses prompts within 6 tokens of its context, and stops 2 before it
 
 
@@ -143,10 +144,7 @@ class Request:
         try:
             chunks = self.client.generate(base, body, f"{self.claim.run_id}-{self.claim.group_id}")
             async with contextlib.aclosing(chunks):  # an error must end the call now: the engine stops when it is cut
-                async for chunk in chunks:
-                    self._take(reader.feed(chunk))
-                    if self._due():
-                        await self._flush(self.certain, self.certain_label)
+                await self._receive(chunks)
         except EngineError as error:
             if error.kind == "busy" and not reader.totals.completion_tokens:
                 return Outcome.BUSY
@@ -163,6 +161,23 @@ class Request:
         self.claim.finish_reason = reason
         return Outcome.ABORTED if reason == "abort" else Outcome.FINISHED
 
+    async def _receive(self, chunks: AsyncGenerator[Any, None]) -> None:
+        """Take what comes, and flush it in time, also while nothing more comes: an engine may be paused for long."""
+        while True:
+            arriving = asyncio.ensure_future(anext(chunks, _END))
+            try:
+                while not (await asyncio.wait([arriving], timeout=self._due_in()))[0]:
+                    await self._flush(self.certain, self.certain_label)
+            finally:
+                if not arriving.done():
+                    arriving.cancel()
+                    await asyncio.wait([arriving])  # a generator that runs can't be closed
+            if (chunk := arriving.result()) is _END:
+                return
+            self._take(self.reader.feed(chunk))
+            if self.certain >= self.limits.flush_tokens or self._due_in() == 0:
+                await self._flush(self.certain, self.certain_label)
+
     # -- versions
 
     def _take(self, delta: Delta) -> None:
@@ -177,9 +192,11 @@ class Request:
             self.certain, self.certain_label = len(self.pending.ids), delta.label
         self.last_label = delta.label
 
-    def _due(self) -> bool:
-        waited = time.monotonic() - self.pending.since
-        return self.certain >= self.limits.flush_tokens or (self.certain > 0 and waited >= self.limits.flush_seconds)
+    def _due_in(self) -> float | None:
+        """Seconds until the next flush must be; None: nothing can be flushed."""
+        if not self.certain:
+            return None
+        return max(0.0, self.pending.since + self.limits.flush_seconds - time.monotonic())
 
     async def _flush(self, n: int, *labels: str | None) -> None:
         """Store the first n pending tokens, made by the weights that `labels` name: one, or a range of them."""

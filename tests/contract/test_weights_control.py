@@ -1,0 +1,190 @@
+"""Weights, engines, control flags, and why()."""
+
+from __future__ import annotations
+
+import pytest
+import sqlalchemy.exc
+
+from samplestore import Store
+from samplestore.errors import InvalidSetting, LeaseLost, SampleStoreError
+from samplestore.run import Run
+from samplestore.verbs import weights
+from tests.support import factory as f
+
+URL = "http://127.0.0.1:3000"
+
+
+def see(run: Run, label: str | None = "default", url: str = URL) -> dict[str, object]:
+    return run.transact(lambda tx: weights.see_engine(tx, url, label))
+
+
+def claim_engine(run: Run, worker: int, url: str = URL) -> dict[str, object] | None:
+    return run.transact(lambda tx: weights.claim_engine(tx, worker, url))
+
+
+def test_publishing_sets_the_current_version(store: Store) -> None:
+    run = f.make_run(store)
+    assert run.current_version == 0
+    first = run.publish_weights(path="/w/1", step=1)
+    assert (first.version, first.parent, first.timeline, first.path, first.step) == (1, 0, 0, "/w/1", 1)
+    second = run.publish_weights(path="/w/2", step=2, label="two")
+    assert (second.version, second.label) == (2, "two")
+    assert first.label != second.label
+    assert run.current_version == 2
+    assert run.publish_weights(path="/w/2", step=2).version == 2, "the same step and path again is the same version"
+    assert len(f.events(run, "publish")) == 2
+
+
+def test_labels_are_unique_within_a_run(store: Store) -> None:
+    run = f.make_run(store)
+    run.publish_weights(step=1, label="x")
+    with pytest.raises((SampleStoreError, sqlalchemy.exc.IntegrityError)):
+        run.publish_weights(step=2, label="x")
+    assert run.current_version == 1
+
+
+def test_groups_beyond_the_window_expire_at_a_publish(store: Store) -> None:
+    run = f.make_run(store, prompts=3, groups_per_step=3, max_staleness=1)
+    worker = f.register(run)
+    f.finish_all(run, worker)
+    run.publish_weights(step=1)
+    assert f.states(run) == ["ready"] * 3
+    run.publish_weights(step=2)
+    assert f.states(run) == ["stale"] * 3
+    assert f.fates(run) == {"stale": 18}
+    f.sound(run)
+
+
+def test_an_open_group_beyond_the_window_expires_too(store: Store) -> None:
+    run = f.make_run(store, prompts=1, max_staleness=0)
+    claim = run.claim(f.register(run), 1)[0]
+    f.add(run, claim, 2, 0)
+    run.publish_weights(step=1)
+    assert f.states(run) == ["stale"]
+    with pytest.raises(LeaseLost):
+        f.add(run, claim, 2, 1)
+    f.sound(run)
+
+
+def test_nothing_expires_where_stale_tokens_are_masked(store: Store) -> None:
+    run = f.make_run(store, prompts=1, max_staleness=0, stale="mask")
+    f.finish_all(run, f.register(run))
+    run.publish_weights(step=1)
+    assert f.states(run) == ["ready"]
+
+
+def test_an_engine_is_updated_by_one_and_seen(store: Store) -> None:
+    run = f.make_run(store)
+    a, b = f.register(run), f.register(run)
+    assert see(run)["version"] == 0
+    assert claim_engine(run, a) is None, "it serves the current version"
+    run.publish_weights(path="/w/1", step=1)
+    held = claim_engine(run, a)
+    assert held is not None and (held["path"], held["version"], held["was"]) == ("/w/1", 1, "default")
+    assert claim_engine(run, b) is None
+    run.transact(lambda tx: weights.engine_updated(tx, held, str(held["label"])))
+    assert f.value(run, "SELECT version FROM engine") == 1
+    with pytest.raises(LeaseLost):
+        run.transact(lambda tx: weights.engine_updated(tx, {**held, "attempt": 0}, "x"))
+
+
+def test_a_dead_driver_is_reaped_and_its_late_word_refused(store: Store) -> None:
+    run = f.make_run(store)
+    a, b = f.register(run), f.register(run)
+    see(run)
+    run.publish_weights(path="/w/1", step=1)
+    held = claim_engine(run, a)
+    f.silence(run, a)
+    assert run.reap().engines == 1
+    assert held is not None and claim_engine(run, b) is not None
+    with pytest.raises(LeaseLost):
+        run.transact(lambda tx: weights.engine_updated(tx, held, str(held["label"])))
+
+
+def test_an_engine_that_failed_waits(store: Store) -> None:
+    run = f.make_run(store)
+    worker = f.register(run)
+    see(run)
+    run.publish_weights(path="/w/1", step=1)
+    held = claim_engine(run, worker)
+    assert held is not None
+    run.transact(lambda tx: weights.engine_updated(tx, held, None, "404\x00"))
+    assert f.rows(run, "SELECT state, failures, version FROM engine") == [{"state": "failed", "failures": 1, "version": None}]
+    assert claim_engine(run, worker) is None
+
+
+def test_weights_without_a_path_move_no_engine(store: Store) -> None:
+    run = f.make_run(store)
+    see(run)
+    run.publish_weights(step=1)
+    assert claim_engine(run, f.register(run)) is None
+
+
+def test_an_engine_serves_one_run(store: Store) -> None:
+    run, other = f.make_run(store), f.make_run(store, "other")
+    see(run)
+    with pytest.raises(SampleStoreError, match="belongs to run 'r'"):
+        see(other)
+    assert run.transact(lambda tx: weights.forget_engine(tx, URL)) == 1
+    assert see(other)["run_id"] == other.id
+
+
+def test_a_label_of_nobody_is_an_unknown_version(store: Store) -> None:
+    run = f.make_run(store)
+    assert see(run, "what")["version"] is None
+    assert see(run, None)["version"] is None
+
+
+def test_abort_inflight_is_numbered(store: Store) -> None:
+    run = f.make_run(store)
+    assert [run.abort_inflight("a"), run.abort_inflight("b")] == [1, 2]
+    with pytest.raises(InvalidSetting):
+        run.abort_inflight("")
+
+
+def codes(run: Run, groups: int | None = None) -> list[str]:
+    return [code for code, _ in run.why(groups).reasons]
+
+
+def test_why_names_what_is_missing(store: Store) -> None:
+    run = store.run("r", samples_per_prompt=2, groups_per_step=2, max_staleness=0, epochs=1, stages=["reward"])
+    assert codes(run) == ["no_prompts"]
+    run.add_prompts([{"prompt_ids": [1, i]} for i in range(2)])
+    assert codes(run) == ["no_workers", "nothing_admitted"]
+    worker = f.register(run)
+    run.admit()
+    assert codes(run)[0] == "waiting"
+    claims = run.claim(worker, 2)
+    assert {"waiting", "in_flight"} <= set(codes(run))
+    run.pause()
+    assert codes(run)[0] == "run_not_running"
+    run.resume()
+    for claim in claims:
+        f.answer(run, claim)
+    assert "unscored" in codes(run)
+    f.silence(run, worker)
+    assert "silent_workers" in codes(run)
+    run.heartbeat(worker)
+    rest = run.claim(worker, 9)
+    run.fail(rest[0], "x", backoff_s=1000.0)
+    assert "backing_off" in codes(run)
+    f.answer(run, rest[1])
+    for stage in run.claim_stages(worker, 9):
+        run.score(stage, 1.0)
+    assert run.why(1).ready_in_window == 1
+    assert codes(run, 1) == []
+    assert "1 of 1 groups are ready" in str(run.why(1))
+    f.execute(run, "UPDATE sample SET not_before = 0")
+    f.finish_all(run, worker)
+    trainer = f.register(run, "trainer")
+    f.lease(run, trainer, 0)
+    assert "leased" in codes(run) and "prompts_used_up" in codes(run)
+
+
+def test_why_tells_too_stale_and_too_small(store: Store) -> None:
+    run = f.make_run(store, prompts=8, groups_per_step=1, max_staleness=0, stale="mask", epochs=None)
+    worker = f.register(run)
+    f.finish_all(run, worker)
+    run.publish_weights(step=1)
+    assert codes(run)[0] == "too_stale"
+    assert "window_too_small" in codes(run, 5)
