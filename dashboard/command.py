@@ -22,7 +22,7 @@ def dashboard(
         str,
         typer.Option("--db", envvar="SAMPLESTORE_DATABASE_URL", help="Database: a SQLite file or postgresql://..."),
     ],
-    run: Annotated[str | None, typer.Option("--run", help="The run to open first [default: the newest].")] = None,
+    run: Annotated[str | None, typer.Option("--run", help="The run to open first; the newest if left out.")] = None,
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")] = 8501,
     host: Annotated[str, typer.Option("--host", help="Address to listen on. There is no login.")] = "127.0.0.1",
     tokenizer: Annotated[

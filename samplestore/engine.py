@@ -70,6 +70,7 @@ class Database:
         self.url = parse_url(url)
         self.durability, self.busy_s, self.reconnect_s = durability, busy_s, reconnect_s
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        self._wrote = False  # whether a writer connection was ever made: without, there is nothing to checkpoint
         self.hearts: dict[int, Any] = {}  # run id -> the heart of this process's trainer
         self.on_close: list[Callable[[], None]] = []
         self.reconnects = 0  # raised whenever something was repeated after a lost connection
@@ -99,6 +100,7 @@ class Database:
             if mode == "ro" and not self.path.exists():
                 raise DatabaseMissing(self.shown_url)
             flag = "ro" if mode == "ro" else "rwc"
+            self._wrote = self._wrote or mode == "rw"
             try:
                 connection = module.connect(
                     f"file:{quote(str(self.path))}?mode={flag}",
@@ -228,7 +230,7 @@ class Database:
             self.on_close.pop()()
         self.reader.dispose()
         # Closing SQLite's last connection checkpoints: that belongs behind the gate too.
-        with self.gate.hold() if self.gate else nullcontext():
+        with self.gate.hold() if self.gate and self._wrote else nullcontext():
             self.writer.dispose()
         if self.gate:
             self.gate.close()

@@ -61,7 +61,8 @@ class RunNotFound(SampleStoreError):
     def __init__(self, name: str, known: list[str]) -> None:
         self.name, self.known = name, known
         have = f"The database has: {', '.join(known)}." if known else "The database has no runs yet."
-        super().__init__(f"no run named {name!r}. {have} Create one with: samplestore add-prompts FILE --run {name}")
+        missing = f"no run named {name!r}" if name else "there is no run"
+        super().__init__(f"{missing}. {have} Create one with: samplestore add-prompts FILE --run {name}")
 
 
 class RunSettingsConflict(SampleStoreError):

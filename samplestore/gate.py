@@ -20,6 +20,24 @@ from samplestore.errors import StoreBusy
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 
 
+class _Lock:
+    """An open file that can be locked. Closed when nothing refers to it any more: when its thread has ended."""
+
+    __slots__ = ("__weakref__", "fd", "queued")
+
+    def __init__(self, path: str) -> None:
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.queued = False  # a helper thread waits in flock: closing now would give it somebody else's file
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class Gate:
     """One gate per database and process. Each thread locks through a descriptor of its own, since flock belongs to
     the open file: two threads sharing one would both be inside."""
@@ -27,7 +45,8 @@ class Gate:
     def __init__(self, path: str, timeout_s: float) -> None:
         self.path, self.timeout_s = path, timeout_s
         self._local = threading.local()
-        self._fds: set[int] = set()
+        self._locks: weakref.WeakSet[_Lock] = weakref.WeakSet()
+        self._guard = threading.Lock()
         _gates.add(self)
 
     @contextmanager
@@ -41,52 +60,55 @@ class Gate:
             yield
         finally:
             self._local.depth = depth
-            if depth == 0:
-                fcntl.flock(self._local.fd, fcntl.LOCK_UN)
+            lock = getattr(self._local, "lock", None)
+            if depth == 0 and lock is not None and lock.fd >= 0:  # a forked child has dropped it
+                fcntl.flock(lock.fd, fcntl.LOCK_UN)
 
     def _acquire(self, timeout_s: float) -> None:
-        fd = getattr(self._local, "fd", None)
-        if fd is None or fd not in self._fds:
-            fd = self._open()
+        lock: _Lock | None = getattr(self._local, "lock", None)
+        if lock is None or lock.fd < 0:
+            lock = self._local.lock = _Lock(self.path)
+            with self._guard:
+                self._locks.add(lock)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            fd = self._wait(timeout_s)
-        self._local.fd = fd
-        os.pwrite(fd, b"%-20d %-20f\n" % (os.getpid(), time.time()), 0)
+            self._wait(lock, timeout_s)
+        os.pwrite(lock.fd, b"%-20d %-20f\n" % (os.getpid(), time.time()), 0)
 
-    def _open(self) -> int:
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._fds.add(fd)
-        return fd
-
-    def _wait(self, timeout_s: float) -> int:
+    def _wait(self, lock: _Lock, timeout_s: float) -> None:
         """Queue for the lock in a helper thread: flock itself knows no time limit, and polling would lose our place
         in the kernel's queue. Whoever gives up leaves a thread that unlocks at once when its turn comes."""
-        fd = self._local.fd = self._open() if getattr(self._local, "fd", None) not in self._fds else self._local.fd
         done, guard, given_up = threading.Event(), threading.Lock(), False
 
         def queue() -> None:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            fcntl.flock(lock.fd, fcntl.LOCK_EX)
             with guard:
+                lock.queued = False
                 if given_up:
-                    fcntl.flock(fd, fcntl.LOCK_UN)
-                    self._forget(fd)
+                    lock.close()  # and with it the lock
                 else:
                     done.set()
 
-        threading.Thread(target=queue, name="samplestore-gate", daemon=True).start()
-        got = False
-        try:
-            got = done.wait(timeout_s)
-        finally:  # also when Ctrl-C ends the wait: a lock that nobody waits for would shut everybody out
+        def give_up() -> bool:
+            """Leave the queue; false if the lock came just now."""
+            nonlocal given_up
             with guard:
-                if not got and not (got := done.is_set()):
+                if not done.is_set():
                     given_up = True
-                    self._local.fd = None  # the descriptor belongs to the waiting thread now
-        if got:
-            return fd
-        raise StoreBusy(self.path, timeout_s, *self._holder())
+                    self._local.lock = None  # it belongs to the waiting thread now
+                return given_up
+
+        lock.queued = True
+        threading.Thread(target=queue, name="samplestore-gate", daemon=True).start()
+        try:
+            done.wait(timeout_s)
+        except BaseException:  # Ctrl-C: a lock that nobody waits for would shut everybody out
+            if not give_up():
+                fcntl.flock(lock.fd, fcntl.LOCK_UN)
+            raise
+        if give_up():
+            raise StoreBusy(self.path, timeout_s, *self._holder())
 
     def _holder(self) -> tuple[int | None, float | None]:
         try:
@@ -96,18 +118,18 @@ class Gate:
         except (OSError, ValueError):
             return None, None
 
-    def _forget(self, fd: int) -> None:
-        self._fds.discard(fd)
-        os.close(fd)
-
     def close(self) -> None:
-        for fd in list(self._fds):
-            self._forget(fd)
+        with self._guard:
+            for lock in list(self._locks):
+                if not lock.queued:
+                    lock.close()
 
     def after_fork(self) -> None:
-        """A child shares the parent's open files, and with them its lock: it must drop them."""
-        self.close()
-        self._local = threading.local()
+        """A child shares the parent's open files, and with them its lock: it must drop them. The threads that queue
+        are not in the child."""
+        self._guard, self._local = threading.Lock(), threading.local()
+        for lock in list(self._locks):
+            lock.close()
 
 
 def _after_fork() -> None:

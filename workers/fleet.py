@@ -35,14 +35,21 @@ class Fleet:
         self._list_path: str | None = None
         self._updating: dict[str, asyncio.Task[None]] = {}
         self._claiming: set[str] = set()
+        self._down: set[str] = set()  # did not answer when last asked
         self._unsettled: set[str] = set()  # mode keep: engines whose last change of weights somebody else drove
 
     def base_for(self, group_id: int) -> str:
-        """Where a group's generate calls go: the router, or one of the engines that were given, always the same."""
+        """Where a group's generate calls go: the router, or one of the engines that were given, always the same while
+        it answers."""
         if self.router is not None:
             return self.router
-        urls = sorted(self.engines)
+        urls = sorted(self.engines.keys() - self._down) or sorted(self.engines)
         return urls[group_id % len(urls)]
+
+    def suspect(self, base: str) -> None:
+        """A call to `base` was cut off: where there is no router to see to it, others are asked until it answers."""
+        if base != self.router:
+            self._down.add(base)
 
     async def discover(self) -> list[str]:
         """Engine URLs from the router (GET /workers, older ones GET /list_workers), and those given."""
@@ -79,8 +86,10 @@ class Fleet:
             info = await self._info(url)
         except EngineError as error:
             self.engines.setdefault(url, None)
+            self._down.add(url)
             log.warning("engine=%s does not answer: %s", url, error)
             return
+        self._down.discard(url)
         if url in self._updating:
             return
         before, label = self.engines.get(url), info.get("weight_version")

@@ -80,15 +80,17 @@ class Request:
     versions      looks a label up: the run's version number, or None
     labels_before the labels that the engines reported just before the call
     why_aborted   the reason to record for an abort of tokens made under a label
+    cache_key     requests of different keys share no prefix cache. Where weights change without a flush, a request
+                  would else be continued from keys and values of other weights
     """
 
     def __init__(
         self, claim: Claim, client: EngineClient, write: Write, limits: Limits,
         versions: Callable[[str | None], Awaitable[int | None]], labels_before: set[str | None],
-        why_aborted: Callable[[str | None], str],
+        why_aborted: Callable[[str | None], str], cache_key: str | None = None,
     ) -> None:  # fmt: skip
         self.claim, self.client, self.write, self.limits = claim, client, write, limits
-        self.versions, self.why_aborted = versions, why_aborted
+        self.versions, self.why_aborted, self.cache_key = versions, why_aborted, cache_key
         self.rid = secrets.token_hex(16)  # fixed length: some engines abort by prefix
         self.reader, self.pending = ReplyReader(), Pending()
         self.certain = 0  # tokens of `pending`, from its start, whose version is certain
@@ -130,13 +132,16 @@ class Request:
     def _body(self, budget: int) -> dict[str, Any]:
         claim, streaming = self.claim, self.limits.mode == "stream"
         n = budget if self.limits.mode != "sliced" else min(budget, self.limits.slice_tokens)
-        return {
+        body = {
             "rid": self.rid,
             "input_ids": [*claim.prompt_ids.tolist(), *claim.response_ids.tolist()],
             "sampling_params": {**self.limits.sampling, "max_new_tokens": n},
             "return_logprob": True,
             "stream": streaming,
         }
+        if self.cache_key is not None:
+            body["extra_key"] = self.cache_key
+        return body
 
     async def _read(self, base: str, budget: int) -> str:
         """Read to the end. A reply is complete by its finish_reason alone: some routers say [DONE] after an error."""

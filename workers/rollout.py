@@ -363,6 +363,7 @@ class RolloutWorker:
             request = Request(
                 claim, self.client, self.write, self.limits, self.version_of, set(self.fleet.engines.values()),
                 lambda label: self._why_aborted(claim, label),
+                self.current_label[0] if self.limits.versions_may_change and self.current_label else None,
             )  # fmt: skip
             self.requests[claim.sample_id] = request
             outcome = await self._ask(request, budget, resumes)
@@ -381,7 +382,10 @@ class RolloutWorker:
     async def _ask(self, request: Request, budget: int, resumes: bool) -> str:
         try:
             base = self.fleet.base_for(request.claim.group_id)
-            return await request.run(base, budget, resumes, None if self.fleet.router else base)
+            outcome = await request.run(base, budget, resumes, None if self.fleet.router else base)
+            if outcome == Outcome.CUT:
+                self.fleet.suspect(base)
+            return outcome
         except LeaseLost:
             # nobody wants these tokens any more, so the engine must not make them
             await asyncio.shield(self.fleet.abort(request.rid))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from samplestore.cli.common import Db, database
 from samplestore.errors import DatabaseMissing, InvalidSetting, SampleStoreError, SchemaMismatch
 
 if TYPE_CHECKING:
@@ -25,9 +26,6 @@ REDRAW_ROWS = 32  # rows between two updates of the progress bar
 
 Files: TypeAlias = Annotated[
     list[Path], typer.Argument(metavar="FILE...", help="JSON lines (.jsonl, .jsonl.gz) or Parquet; told by content.")
-]
-Db: TypeAlias = Annotated[
-    str, typer.Option("--db", envvar="SAMPLESTORE_DATABASE_URL", help="Database: a SQLite file or postgresql://...")
 ]
 RunName: TypeAlias = Annotated[str, typer.Option("--run", help="The run; created if it is not there.")]
 TokenizerFolder: TypeAlias = Annotated[
@@ -63,11 +61,11 @@ SkipInvalid: TypeAlias = Annotated[
     bool, typer.Option("--skip-invalid", help="Store the valid rows although others were refused.")
 ]
 PromptKey: TypeAlias = Annotated[
-    str | None, typer.Option("--prompt-key", help="Key of the prompt [default: prompt, text or messages].")
+    str | None, typer.Option("--prompt-key", help="Key of the prompt.", show_default="prompt, text or messages")
 ]
-LabelKey: TypeAlias = Annotated[str | None, typer.Option("--label-key", help="Key of the label [default: label].")]
+LabelKey: TypeAlias = Annotated[str | None, typer.Option("--label-key", help="Key of the label.", show_default="label")]
 MetadataKey: TypeAlias = Annotated[
-    str | None, typer.Option("--metadata-key", help="Key of the metadata object [default: metadata].")
+    str | None, typer.Option("--metadata-key", help="Key of the metadata object.", show_default="metadata")
 ]
 ExtraToMetadata: TypeAlias = Annotated[
     bool, typer.Option("--extra-to-metadata", help="Keep keys that mean nothing here in the metadata.")
@@ -77,8 +75,8 @@ AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON 
 
 def add_prompts(
     files: Files,
-    db: Db,
     run: RunName,
+    db: Db = None,
     tokenizer: TokenizerFolder = None,
     samples_per_prompt: Samples = None,
     epochs: Epochs = None,
@@ -112,7 +110,7 @@ def add_prompts(
             "dataset": dataset, "max_prompt_tokens": max_prompt_tokens, "apply_chat_template": apply_chat_template,
             "keys": RowKeys(prompt_key, label_key, metadata_key, extra_to_metadata),
         }  # fmt: skip
-        result = _add(files, db, run, settings, tokenizer, skip_invalid, options)
+        result = _add(files, database(db), run, settings, tokenizer, skip_invalid, options)
     except InvalidPrompts as error:
         _fail(error, as_json, EXIT_FAILED, error.rows)
     except SampleStoreError as error:
@@ -134,7 +132,7 @@ class _Result:
 
         if as_json:
             counts = {name: getattr(self, name) for name in ("run", "added", "existing", "duplicates")}
-            typer.echo(json.dumps({**counts, **_invalid_json(self.invalid)}))
+            typer.echo(json.dumps({"schema_version": 1, **counts, **_invalid_json(self.invalid)}))
             return
         notes = [f"{self.existing:,} already there"]
         if self.duplicates:
@@ -248,7 +246,7 @@ def _invalid_json(rows: list[InvalidRow]) -> dict[str, Any]:
 
 def _fail(error: SampleStoreError, as_json: bool, code: int, rows: list[InvalidRow] | None = None) -> None:
     if as_json:
-        typer.echo(json.dumps({"error": str(error), **_invalid_json(rows or [])}))
+        typer.echo(json.dumps({"schema_version": 1, "error": str(error), **_invalid_json(rows or [])}))
     else:
         typer.echo(f"error: {error}", err=True)
     raise typer.Exit(code)

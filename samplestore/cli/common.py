@@ -72,8 +72,12 @@ def opened(db: str | None) -> Iterator[Store]:
     store = samplestore.open(existing_url(db), create=False)
     try:
         yield store
-    finally:
+    except KeyboardInterrupt:
+        raise  # closing waits for the writer gate, and whoever pressed Ctrl-C has waited enough
+    except BaseException:
         store.close()
+        raise
+    store.close()
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def _scalar(connection: sa.Connection, *where: Any) -> int:
 
 def _counts(connection: sa.Connection, column: Any, where: Any, names: list[str]) -> dict[str, int]:
     found: dict[str, int] = dict(
-        connection.execute(sa.select(column, sa.func.count()).where(where).group_by(column)).tuples().all()
+        (name, n) for name, n in connection.execute(sa.select(column, sa.func.count()).where(where).group_by(column))
     )
     return {name: int(found.get(name, 0)) for name in names}
 

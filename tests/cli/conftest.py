@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import samplestore
+from samplestore.run import Run
 from samplestore.types import Claim, RequestInfo
 from samplestore.verbs import batches, weights
 
@@ -70,7 +71,7 @@ class Small:
     claims: list[Claim] = field(default_factory=list)
 
 
-def generate(run: samplestore.store.Run, claim: Claim, n: int, finish_reason: str | None, lost: int = 0) -> None:
+def generate(run: Run, claim: Claim, n: int, finish_reason: str | None, lost: int = 0) -> None:
     """One request that stores `n` tokens."""
     rid, before = f"r{claim.sample_id}-{claim.attempt}", claim.n_tokens
     run.begin_request(claim, rid, ENGINE, 1.0, resumes=before > 0)

@@ -122,6 +122,26 @@ def test_hostile_text_stays_text() -> None:
     assert "⟨U+202E⟩" in parsed.text and "⟨ESC⟩" in parsed.text
 
 
+class Words:
+    """A tokenizer whose tokens are whole words."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = words
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(self.words[i] for i in ids)
+
+
+def test_a_token_that_is_a_tag_stays_text() -> None:
+    words = ("</span></div>", "<script>alert(1)</script>", '" onmouseover="alert(2)', "<img src=x onerror=alert(3)>")
+    for reason in words:
+        made = trajectory([0, 1, 2, 3], 1, [span(1, 2, 0, ended=reason), span(3, 1, 1)])
+        parsed = Parsed(tokenview.render(made, Words(*words)))
+        assert {tag for tag, _ in parsed.tags} == {"div", "span"}
+        assert not any(name.startswith("on") for _, attrs in parsed.tags for name in attrs)
+        assert all(word in parsed.text for word in words)
+
+
 @given(st.text(max_size=200))
 def test_no_text_leaves_its_element_or_hides(text: str) -> None:
     shown = look.esc(look.visible(text))

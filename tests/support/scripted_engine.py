@@ -128,6 +128,7 @@ class ScriptedEngine:
     async def _main(self) -> None:
         self._go, self._stop, self._unpaused = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._unpaused.set()
+        self._ended = asyncio.Event()
         app = web.Application(client_max_size=64 * 2**20)
         app.add_routes(
             [
@@ -180,7 +181,8 @@ class ScriptedEngine:
                 for one in list(self.running.values()):
                     one.abort.set()
             while self.running and not self.paused:  # the writer lock: partials leave with the old label
-                await asyncio.sleep(0.005)
+                self._ended.clear()
+                await self._ended.wait()
             self.label = body["weight_version"]
             if self.load_blocks:
                 await self._stop.wait()
@@ -204,6 +206,7 @@ class ScriptedEngine:
             raise web.HTTPInternalServerError from None
         finally:
             self.running.pop(body["rid"], None)
+            self._ended.set()
 
     async def _answer(self, reply: _Reply, one: _Running) -> web.StreamResponse:
         script, limit = reply.script, reply.body["sampling_params"]["max_new_tokens"]

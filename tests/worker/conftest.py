@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,11 @@ class Bench:
         for engine in engines:
             args += ["--engine", getattr(engine, "url", engine)]
         for name, value in flags.items():
-            flag = "--" + name.replace("_", "-")
-            args += [flag] if value is True else [f"--no-{name.replace('_', '-')}"] if value is False else [flag, str(value)]
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                args.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                args += [f"--{flag}", str(value)]
         given = {
             "OMP_NUM_THREADS": "1", "SAMPLESTORE_WORKER_POLL_SECONDS": "0.05",
             "SAMPLESTORE_WORKER_ABORT_TIMEOUT_S": "3", **(env or {}),
@@ -107,28 +110,30 @@ class Bench:
         return all(row["owner"] is None for row in self.samples())
 
 
+@contextmanager
 def made_bench(url: str, processes: Processes, folder: Path) -> Iterator[Bench]:
+    """A bench on a migrated database; at the end its processes are killed, then its engines closed."""
     store = samplestore.open(url)
     made = Bench(store, url, processes, folder)
-    yield made
-    for process in processes.started:
-        process.kill_tree()  # before its engines, so that it does not spend its last breath on retries
-    for engine in made.engines:
-        engine.close()
-    store.close()
+    try:
+        yield made
+    finally:
+        for process in processes.started:
+            process.kill_tree()
+        for engine in made.engines:
+            engine.close()
+        store.close()
 
 
 @pytest.fixture
 def bench(sqlite_url: str, processes: Processes, tmp_path: Path) -> Iterator[Bench]:
     """On SQLite."""
-    yield from made_bench(sqlite_url, processes, tmp_path)
+    with made_bench(sqlite_url, processes, tmp_path) as made:
+        yield made
 
 
 @pytest.fixture
 def any_bench(db_url: str, processes: Processes, tmp_path: Path) -> Iterator[Bench]:
     """On SQLite, and on PostgreSQL."""
-    yield from made_bench(db_url, processes, tmp_path)
-
-
-def alive(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
+    with made_bench(db_url, processes, tmp_path) as made:
+        yield made

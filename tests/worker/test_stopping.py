@@ -15,7 +15,9 @@ from tests.worker.conftest import Bench
 STALLED = Script(stall_after=12)  # 12 tokens, then silence until the test or an abort ends it
 
 
-def in_flight(bench: Bench, script: Script = STALLED, samples: int = 4, **flags: object) -> tuple[Process, ScriptedEngine]:
+def in_flight(
+    bench: Bench, script: Script = STALLED, samples: int = 4, **flags: object
+) -> tuple[Process, ScriptedEngine]:
     """A worker with all samples in flight, each with some tokens stored."""
     bench.make_run(samples_per_prompt=samples)
     engine = bench.engine(script)
@@ -135,7 +137,7 @@ def test_abort_inflight_and_go_on(any_bench: Bench) -> None:
 def test_a_dropped_group_is_no_longer_generated(bench: Bench) -> None:
     """The owner learns at its next word to the store, and stops the engine."""
     bench.make_run(samples_per_prompt=2, max_new_tokens=64)
-    engine = bench.engine(lambda body, n: Script(stall_after=12, die_after=None, chunk=1))
+    engine = bench.engine(lambda body, n: Script(stall_after=12, chunk=1))
     worker = bench.worker(engine, flush_tokens=4)
     wait_running([engine], 2)
     bench.wait_stored(12)

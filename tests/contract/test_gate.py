@@ -1,0 +1,152 @@
+"""The writer gate: one writer, bounded waits that name the holder, and a kernel that cleans up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import samplestore
+from samplestore.errors import StoreBusy
+from samplestore.gate import Gate
+from tests.support import factory as f
+from tests.support.processes import Process, Processes
+
+HOLDER = """
+import signal, sys
+from samplestore.gate import Gate
+with Gate(sys.argv[1], 5.0).hold():
+    print("holding", flush=True)
+    signal.pause()
+"""
+FORKER = """
+import os, sys, time
+from samplestore.gate import Gate
+gate = Gate(sys.argv[1], 0.2)
+with gate.hold():
+    r, w = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            Gate(sys.argv[1], 0.2).hold().__enter__()
+            answer = b"inside"
+        except Exception as error:
+            answer = type(error).__name__.encode()
+        os.write(w, answer)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    print("child:", os.read(r, 100).decode(), flush=True)
+# a child that lives on must not keep the lock of a parent that let go
+with gate.hold():
+    pid = os.fork()
+    if pid == 0:
+        import signal
+        signal.pause()
+other = Gate(sys.argv[1], 5.0)
+with other.hold():
+    print("free again", flush=True)
+os.kill(pid, 9)
+"""
+
+
+def holder(processes: Processes, path: Path) -> Process:
+    process = processes.start([sys.executable, "-c", HOLDER, str(path)], name="holder")
+    process.wait_for_log("holding")
+    return process
+
+
+def test_a_stopped_holder_is_named(processes: Processes, sqlite_url: str, tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.db.gate"
+    process = holder(processes, path)
+    process.signal(signal.SIGSTOP)
+    with samplestore.open(sqlite_url, busy_s=0.2) as store:
+        with pytest.raises(StoreBusy, match=f"process {process.pid} holds it") as caught:
+            store.run("r")
+        assert caught.value.holder_pid == process.pid
+        assert caught.value.since is not None
+        assert caught.value.waited_s == pytest.approx(0.2)
+        assert store.run_names() == [], "readers need no gate"
+        process.kill()
+        assert store.run("r").id == 1, "the kernel opened the gate when its holder died"
+        f.make_run(store, "s")
+
+
+def test_who_gave_up_does_not_hold_the_gate_later(processes: Processes, tmp_path: Path) -> None:
+    """The lock that a waiter queued for is let go when its turn comes after the waiter has left."""
+    path = tmp_path / "gate"
+    process = holder(processes, path)
+    gate = Gate(str(path), 0.05)
+    for _ in range(3):
+        with pytest.raises(StoreBusy), gate.hold():
+            raise AssertionError("inside")
+    process.kill()
+    for _ in range(3):
+        with Gate(str(path), 30.0).hold():
+            pass
+        with gate.hold(30.0):
+            pass
+    gate.close()
+
+
+def test_threads_exclude_each_other(tmp_path: Path) -> None:
+    gate, inside, worst = Gate(str(tmp_path / "gate"), 30.0), [0], [0]
+
+    def work() -> None:
+        for _ in range(50):
+            with gate.hold(), gate.hold():  # nested holds are one
+                inside[0] += 1
+                worst[0] = max(worst[0], inside[0])
+                inside[0] -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert worst == [1]
+    gate.close()
+
+
+def test_descriptors_do_not_pile_up(tmp_path: Path) -> None:
+    gate = Gate(str(tmp_path / "gate"), 30.0)
+
+    def hold() -> None:
+        with gate.hold():
+            pass
+
+    for _ in range(40):
+        thread = threading.Thread(target=hold)
+        thread.start()
+        thread.join()
+    open_ = sum(os.path.realpath(f"/proc/self/fd/{fd}") == str(tmp_path / "gate") for fd in os.listdir("/proc/self/fd"))
+    assert open_ <= 2, "threads that ended left their descriptors behind"
+    gate.close()
+
+
+def test_an_interrupted_wait_leaves_the_gate_free(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gate"
+    process = holder(processes, path)
+    gate = Gate(str(path), 30.0)
+
+    def interrupted(self: threading.Event, timeout: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        waits = threading.Event.wait
+        patch.setattr(threading.Event, "wait", lambda e, t=None: interrupted(e, t) if t == 30.0 else waits(e, t))
+        with pytest.raises(KeyboardInterrupt), gate.hold():
+            raise AssertionError("inside")
+    process.kill()
+    with Gate(str(path), 30.0).hold():
+        pass
+    gate.close()
+
+
+def test_a_forked_child_inherits_neither_lock_nor_blame(processes: Processes, tmp_path: Path) -> None:
+    process = processes.start([sys.executable, "-c", FORKER, str(tmp_path / "gate")], name="forker")
+    log = process.wait_for_log("free again")
+    assert "child: StoreBusy" in log

@@ -1,0 +1,257 @@
+"""Finished samples of the demo model, recomputed with the weights that their segments name: across aborts, resumes,
+version changes and the death of a worker, behind the real router."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import samplestore
+from samplestore import codec
+from samplestore.examples import tiny_model
+from samplestore.run import Run
+from tests.engine.conftest import RunningEngine, start_engine
+from tests.support import factory
+from tests.support.processes import Processes
+from tests.support.router import Router
+from tests.worker import recompute
+from tests.worker.conftest import Bench, made_bench
+
+VERSIONS = 4
+NEW_TOKENS = 96
+Fleet = tuple[Router, list[RunningEngine]]
+pytestmark = pytest.mark.timeout(280)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The weights of versions 0, 1, ...: the same architecture from different seeds."""
+    root = tmp_path_factory.mktemp("weights")
+    for seed in range(VERSIONS):
+        tiny_model.build(root / f"v{seed}", seed)
+    return [root / f"v{seed}" for seed in range(VERSIONS)]
+
+
+@pytest.fixture(scope="module")
+def models(folders: list[Path]) -> dict[int, Any]:
+    return {version: recompute.load(folder) for version, folder in enumerate(folders)}
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    folders: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Router, list[RunningEngine]]]:
+    """Two embedded engines behind a real router; 10 ms a step, chunks of 3 tokens."""
+    processes = Processes(tmp_path_factory.mktemp("fleet"))
+    engines: list[RunningEngine] = []
+    try:
+        for flags in (["--incremental-streaming-output"], []):  # one of each dialect
+            engines.append(
+                start_engine(
+                    folders[0], "--weight-version", "default", "--max-running", "8", "--decode-interval", "0.01",
+                    "--stream-interval", "3", *flags,
+                )
+            )  # fmt: skip
+        yield Router.start(processes, [engine.url for engine in engines]), engines
+    finally:
+        processes.close()
+        for engine in engines:
+            engine.process.kill()
+            engine.process.wait()
+
+
+def tell(url: str, path: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+        return json.loads(answer.read() or b"null")
+
+
+def start_over(fleet: Fleet, folders: list[Path]) -> None:
+    for engine in fleet[1]:
+        body = {"model_path": str(folders[0]), "weight_version": "default", "abort_all_requests": True}
+        assert tell(engine.url, "/update_weights_from_disk", body)["success"]
+
+
+def scenario(
+    bench: Bench, fleet: Fleet, folders: list[Path], mode: str, temperature: float,
+    accident: Callable[[], None] | None = None,
+) -> Run:  # fmt: skip
+    """32 samples; three publishes while they are in flight; in the middle, whatever `accident` does."""
+    start_over(fleet, folders)
+    run = bench.make_run(
+        prompts=8, samples_per_prompt=4, groups_per_step=8, max_staleness=VERSIONS, epochs=1, heartbeat_ttl_s=2,
+        max_new_tokens=NEW_TOKENS, sampling={"temperature": temperature}, weight_update=mode,
+    )  # fmt: skip
+    run.describe_first_weights(str(folders[0]))
+    workers = [
+        bench.worker(
+            router=fleet[0].url, concurrency=8, flush_tokens=12, flush_seconds=0.2, exit_when_done=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+
+    def stored() -> int:
+        return int(factory.value(run, "SELECT coalesce(sum(n_tokens), 0) FROM sample"))
+
+    for version in range(1, VERSIONS):
+        bench.wait(lambda n=version * 220: stored() >= n, "tokens are stored under the version before", 60)
+        assert run.publish_weights(str(folders[version]), step=version).version == version
+        bench.wait(
+            lambda v=version: [r["version"] for r in factory.rows(run, "SELECT version FROM engine")] == [v, v],
+            f"both engines serve version {version}", 60,
+        )  # fmt: skip
+        if version == 2 and accident:
+            accident()
+        if version == 2 and mode == "abort":
+            workers[0].kill()  # -9, in the middle of its requests
+            run.abort_inflight("look at it")
+    for worker in workers[1:] if mode == "abort" else workers:
+        assert worker.wait(120) == 0, worker.log()
+    return run
+
+
+def spanning(run: Run) -> int:
+    return int(factory.value(run, "SELECT count(*) FROM sample WHERE version_min < version_max"))
+
+
+def assert_proven(run: Run, models: dict[int, Any]) -> None:
+    assert {row["status"] for row in factory.rows(run, "SELECT status FROM sample")} <= set(recompute.FINISHED)
+    assert spanning(run) >= 4, "too few samples span versions for this to be a test"
+    assert recompute.problems(run, models, tiny_model.EOS_ID) == []
+    factory.sound(run)
+
+
+@pytest.fixture(scope="module")
+def finished(
+    fleet: Fleet, folders: list[Path], sqlite_template: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:  # fmt: skip
+    """The database after the scenario in mode abort, with a killed worker and an abort of everything."""
+    folder = tmp_path_factory.mktemp("finished")
+    path = folder / "rollouts.db"
+    shutil.copyfile(sqlite_template, path)
+    (folder / "logs").mkdir()
+    processes = Processes(folder / "logs")
+    try:
+        with made_bench(f"sqlite:///{path}", processes, folder) as bench:
+            scenario(bench, fleet, folders, "abort", 1.0)
+    finally:
+        processes.close()
+    return path
+
+
+def test_every_logprob_after_aborts_resumes_and_a_killed_worker(finished: Path, models: dict[int, Any]) -> None:
+    with samplestore.open(str(finished)) as store:
+        run = store.existing_run("r")
+        assert_proven(run, models)
+        assert factory.value(run, "SELECT count(*) FROM sample WHERE n_resumes > 0") >= 4
+        reasons = {event["reason"] for event in factory.events(run, "abort")}
+        assert {"weight update", "look at it"} <= reasons
+        assert factory.events(run, "reap"), "the killed worker held samples"
+        assert len({r["status"] for r in factory.rows(run, "SELECT status FROM sample")}) == 2, "both ways to end"
+
+
+def test_every_logprob_in_mode_keep(bench: Bench, fleet: Fleet, folders: list[Path], models: dict[int, Any]) -> None:
+    run = scenario(bench, fleet, folders, "keep", 0.7)
+    assert_proven(run, models)
+    assert factory.value(run, "SELECT sum(n_aborts) FROM sample") == 0, "nothing is aborted in mode keep"
+    across = factory.rows(
+        run, "SELECT request_rid FROM segment GROUP BY request_rid HAVING min(version_min) < max(version_min)"
+    )
+    assert len(across) >= 4, "requests lived through changes of weights"
+
+
+def test_every_logprob_on_postgres(
+    postgres_url: str, processes: Processes, tmp_path: Path, fleet: Fleet,
+    folders: list[Path], models: dict[int, Any],
+) -> None:  # fmt: skip
+    with made_bench(postgres_url, processes, tmp_path) as bench:
+        assert_proven(scenario(bench, fleet, folders, "abort", 0.7), models)
+
+
+# -- what the check is worth: each of these mutations of the stored data must fail it
+
+
+def _rewrite(run: Run, part: dict[str, Any], ids: Any, probs: Any) -> None:
+    payload = codec.encode(np.asarray(ids, dtype="<i4"), np.asarray(probs, dtype="<f4"))
+    factory.execute(
+        run, "UPDATE segment SET payload = :p, n_tokens = :n WHERE sample_id = :s AND seq = :q AND incarnation = :i",
+        p=payload, n=len(ids), s=part["sample_id"], q=part["seq"], i=part["incarnation"],
+    )  # fmt: skip
+
+
+def _resize(run: Run, part: dict[str, Any], by: int) -> None:
+    """Make all columns agree with a segment that became longer by `by`: only the log-probs can tell then."""
+    where = {"n": by, "s": part["sample_id"], "q": part["seq"]}
+    factory.execute(run, "UPDATE segment SET start = start + :n WHERE sample_id = :s AND seq > :q", **where)
+    factory.execute(run, "UPDATE sample SET n_tokens = n_tokens + :n WHERE id = :s", n=by, s=part["sample_id"])
+
+
+def shift_logprobs(run: Run, part: dict[str, Any], ids: Any, probs: Any) -> None:
+    _rewrite(run, part, ids, np.roll(probs, 1))
+
+
+def other_version(run: Run, part: dict[str, Any], ids: Any, probs: Any) -> None:
+    factory.execute(
+        run, "UPDATE segment SET version_min = :v, version_max = :v WHERE sample_id = :s AND seq = :q",
+        v=(part["version_min"] + 1) % VERSIONS, s=part["sample_id"], q=part["seq"],
+    )  # fmt: skip
+
+
+def lose_a_token(run: Run, part: dict[str, Any], ids: Any, probs: Any) -> None:
+    _rewrite(run, part, np.delete(ids, 1), np.delete(probs, 1))
+    _resize(run, part, -1)
+
+
+def repeat_a_token(run: Run, part: dict[str, Any], ids: Any, probs: Any) -> None:
+    _rewrite(run, part, np.insert(ids, 1, ids[1]), np.insert(probs, 1, probs[1]))
+    _resize(run, part, 1)
+
+
+def another_token(run: Run, part: dict[str, Any], ids: Any, probs: Any) -> None:
+    """What retokenising text can do: the same length, another id."""
+    changed = ids.copy()
+    changed[0] = 7 if ids[0] != 7 else 8
+    _rewrite(run, part, changed, probs)
+
+
+def lose_a_segment(run: Run, part: dict[str, Any], ids: Any, probs: Any) -> None:
+    key = {"s": part["sample_id"], "q": part["seq"]}
+    _resize(run, part, -len(ids))
+    factory.execute(run, "DELETE FROM segment WHERE sample_id = :s AND seq = :q", **key)
+    factory.execute(run, "UPDATE segment SET seq = -seq WHERE sample_id = :s AND seq > :q", **key)
+    factory.execute(run, "UPDATE segment SET seq = -seq - 1 WHERE sample_id = :s AND seq < 0", s=part["sample_id"])
+
+
+def go_on_after_the_end(run: Run, part: dict[str, Any], ids: Any, probs: Any) -> None:
+    factory.execute(run, "UPDATE sample SET status = 'truncated' WHERE status = 'completed'")
+
+
+MUTATIONS = (
+    shift_logprobs, other_version, lose_a_token, repeat_a_token, another_token, lose_a_segment, go_on_after_the_end,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda f: f.__name__)
+def test_the_check_can_fail(finished: Path, models: dict[int, Any], tmp_path: Path, mutate: Any) -> None:
+    copy = tmp_path / "mutated.db"
+    shutil.copyfile(finished, copy)
+    with samplestore.open(str(copy)) as store:
+        run = store.existing_run("r")
+        parts = factory.rows(
+            run,
+            "SELECT g.* FROM segment g JOIN sample s ON s.id = g.sample_id WHERE s.version_min < s.version_max "
+            "AND g.seq = 1 AND g.n_tokens >= 4 AND s.n_segments >= 3 ORDER BY g.sample_id",
+        )
+        assert recompute.problems(run, models, tiny_model.EOS_ID) == []
+        mutate(run, parts[0], *codec.decode(parts[0]["payload"]))
+        assert recompute.problems(run, models, tiny_model.EOS_ID), f"{mutate.__name__} went unseen"
