@@ -63,13 +63,20 @@ def as_logprobs(logprobs: Any, n: int, *, required: bool) -> Floats | None:
     if bad.size:
         at = int(bad[0])
         shown = logprobs[at]
-        raise InvalidSegment(f"log-prob at position {at} is {shown!r}, not finite", field="logprobs", position=at)
+        raise InvalidSegment(
+            f"log-prob at position {at} is {repr(shown)[:80]}, not finite", field="logprobs", position=at
+        )
     return array
 
 
 def _number_or_nan(value: Any) -> float:
     """Null, text and booleans become NaN here, so that the caller can name their position."""
-    return float(value) if isinstance(value, int | float | np.number) and not isinstance(value, bool) else math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.nan
 
 
 def encode(ids: Ids, logprobs: Floats | None) -> bytes:

@@ -37,9 +37,7 @@ def _from(target: GroupState) -> list[str]:
     return [state.value for state, targets in GROUP_TRANSITIONS.items() if target in targets]
 
 
-def count(
-    tx: Tx, group_id: int, *, n_open: int = 0, n_unscored: int = 0, n_failed: int = 0
-) -> None:
+def count(tx: Tx, group_id: int, *, n_open: int = 0, n_unscored: int = 0, n_failed: int = 0) -> None:
     """Change a group's counters; whoever reaches zero moves the group on. Deciding by NOT EXISTS over siblings
     instead would strand the group on PostgreSQL when the last two finish at once."""
     row = tx.execute(
@@ -51,7 +49,12 @@ def count(
             n_failed=group.c.n_failed + n_failed,
         )
         .returning(
-            group.c.state, group.c.n_open, group.c.n_unscored, group.c.n_failed, group.c.n_samples, group.c.straggling_at
+            group.c.state,
+            group.c.n_open,
+            group.c.n_unscored,
+            group.c.n_failed,
+            group.c.n_samples,
+            group.c.straggling_at,
         )
     ).one()
     if row.state not in (GroupState.OPEN, GroupState.SCORING):

@@ -109,52 +109,55 @@ def reap(tx: Tx, reaper_id: int | None = None) -> Reaped:
     return Reaped(dead, *freed, stragglers)
 
 
+def _gone(owner: sa.ColumnElement[Any]) -> sa.ColumnElement[bool]:
+    """The owner exists and is not live. Asked of each owned row, since nearly all workers of a long run are gone. Never
+    "not among the live": a worker that registered and claimed after this statement began would be robbed."""
+    return sa.exists().where(worker.c.id == owner, worker.c.state != WorkerState.LIVE.value)
+
+
 def _free(tx: Tx, stuck: sa.ColumnElement[bool], reason: str) -> tuple[int, int, int, int]:
     """Free everything that is owned by a worker which is not live. Groups and batches first, then samples, then
     stages: the lock order."""
-    not_live = sa.select(worker.c.id).where(worker.c.state != WorkerState.LIVE.value)
     held = tx.rows(
         sa.select(batch.c.id)
-        .where(batch.c.run_id == tx.run_id, batch.c.state == BatchState.LEASED.value, batch.c.owner.in_(not_live))
+        .where(batch.c.run_id == tx.run_id, batch.c.state == BatchState.LEASED.value, _gone(batch.c.owner))
         .order_by(batch.c.id)
         .with_for_update(skip_locked=True, key_share=True)
     )
     for row in held:
         batches.give_back(tx, row.id, BatchState.RELEASED, "trainer dead")
     tx.as_worker(SHARED)
-    samples_freed = _free_samples(tx, not_live, stuck, reason)
-    stages_freed = tx.execute(
-        _free_owned(stage, not_live, tx.run_id, stage.c.status == StageStatus.PENDING.value)
-    ).rowcount
-    engines_freed = tx.execute(_free_owned(engine, not_live, tx.run_id)).rowcount
+    samples_freed = _free_samples(tx, stuck, reason)
+    stages_freed = tx.execute(_free_owned(stage, tx.run_id, stage.c.status == StageStatus.PENDING.value)).rowcount
+    engines_freed = tx.execute(_free_owned(engine, tx.run_id)).rowcount
     tx.execute(
         sa.update(request)
-        .where(request.c.finished_at.is_(None), request.c.worker_id.in_(not_live), request.c.run_id == tx.run_id)
+        .where(request.c.finished_at.is_(None), _gone(request.c.worker_id), request.c.run_id == tx.run_id)
         .values(finished_at=db_now(), lost_reason="worker dead")
     )
     return samples_freed, stages_freed, len(held), engines_freed
 
 
-def _free_owned(table: sa.Table, not_live: sa.Select[Any], run_id: int, *more: sa.ColumnElement[bool]) -> Any:
+def _free_owned(table: sa.Table, run_id: int, *more: sa.ColumnElement[bool]) -> Any:
     """Ordered and SKIP LOCKED: an unordered update of many rows deadlocks with group commits."""
     picked = (
         sa.select(table.c.id)
-        .where(table.c.run_id == run_id, table.c.owner.in_(not_live), *more)
+        .where(table.c.run_id == run_id, table.c.owner.is_not(None), _gone(table.c.owner), *more)
         .order_by(table.c.id)
         .with_for_update(skip_locked=True, key_share=True)
         .cte("picked")
     )
     return (
         sa.update(table)
-        .where(table.c.id.in_(sa.select(picked.c.id)), table.c.owner.in_(not_live))
+        .where(table.c.id.in_(sa.select(picked.c.id)), _gone(table.c.owner))
         .values(owner=None, attempt=table.c.attempt + 1)
     )
 
 
-def _free_samples(tx: Tx, not_live: sa.Select[Any], stuck: sa.ColumnElement[bool], reason: str) -> int:
+def _free_samples(tx: Tx, stuck: sa.ColumnElement[bool], reason: str) -> int:
     found = tx.rows(
         sa.select(sample.c.id, sample.c.owner, sample.c.group_id, sample.c.n_tokens, stuck.label("stuck"))
-        .where(sample.c.run_id == tx.run_id, sample.c.owner.is_not(None), sa.or_(sample.c.owner.in_(not_live), stuck))
+        .where(sample.c.run_id == tx.run_id, sample.c.owner.is_not(None), sa.or_(_gone(sample.c.owner), stuck))
         .order_by(sample.c.id)
         .with_for_update(skip_locked=True, key_share=True, of=sample)
     )

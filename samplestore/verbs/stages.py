@@ -60,7 +60,9 @@ def owned_by(tx: Tx, sample_id: int, worker_id: int) -> list[StageClaim]:
 def claim_stages(tx: Tx, worker_id: int, limit: int) -> list[StageClaim]:
     """Take up to `limit` pending stages, oldest first. Raises WorkerDead."""
     tx.require_live(worker_id)
-    ids = [row.id for row in tx.rows(st.CLAIM_STAGES, {"b_run": tx.run_id, "b_owner": worker_id, "limit": max(0, limit)})]
+    ids = [
+        row.id for row in tx.rows(st.CLAIM_STAGES, {"b_run": tx.run_id, "b_owner": worker_id, "limit": max(0, limit)})
+    ]
     return _load(tx, ids, worker_id)
 
 
@@ -89,9 +91,10 @@ def _ended_before(tx: Tx, claim: StageClaim, *same: sa.ColumnElement[bool]) -> N
     """A repetition of a write whose acknowledgement was lost passes. Another write of the same owner (a score that
     comes after its timeout was recorded) does not, nor does anybody else's."""
     row = tx.execute(sa.select(stage).where(stage.c.id == claim.stage_id)).one()
-    repeated = row.let_go == claim.attempt and tx.execute(
-        sa.select(stage.c.id).where(stage.c.id == claim.stage_id, *same)
-    ).scalar()
+    repeated = (
+        row.let_go == claim.attempt
+        and tx.execute(sa.select(stage.c.id).where(stage.c.id == claim.stage_id, *same)).scalar()
+    )
     if not repeated:
         raise LeaseLost("stage", claim.stage_id, claim.attempt, row.owner, row.attempt)
 

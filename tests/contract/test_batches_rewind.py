@@ -285,8 +285,9 @@ def test_versions_are_never_reused_and_staleness_counts_along_the_timeline(store
     run.rewind(1)  # version 5 = weights of version 2; versions 3 and 4 lie on the branch that was left
     run.publish_weights(path="/w/2b", step=2)
     assert [v.version for v in run.weight_versions()] == [0, 1, 2, 3, 4, 5, 6]
-    from samplestore.statements import staleness
     import sqlalchemy as sa
+
+    from samplestore.statements import staleness
 
     table = staleness.version
     with run.database.reading() as connection:

@@ -18,7 +18,21 @@ CASE = next(
     for c in json.loads((Path(__file__).parents[1] / "data" / "cases.json").read_text())["cases"]
     if c["id"] == "network-file-system"
 )
-REFUSED = ["nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "virtiofs", "fuse.sshfs", "fuse.juicefs", "fuse.s3fs"]
+REFUSED = [
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "9p",
+    "virtiofs",
+    "fuse.sshfs",
+    "fuse.juicefs",
+    "fuse.s3fs",
+]
 
 
 def table(fstype: str, mount: str = "/mnt/shared") -> str:
@@ -70,7 +84,9 @@ def test_links_are_followed(tmp_path: Path) -> None:
 def test_opening_refuses_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = Path.read_text
     monkeypatch.setattr(
-        Path, "read_text", lambda p, *a, **k: table("nfs4", str(tmp_path)) if str(p) == "/proc/mounts" else read(p, *a, **k)
+        Path,
+        "read_text",
+        lambda p, *a, **k: table("nfs4", str(tmp_path)) if str(p) == "/proc/mounts" else read(p, *a, **k),
     )
     with pytest.raises(UnsupportedFileSystem):
         samplestore.open(f"sqlite:///{tmp_path}/x.db")

@@ -51,7 +51,10 @@ def test_release_keeps_tokens_and_counts_no_failure(store: Store) -> None:
     f.add(run, a, 5)
     run.release(a, "weights")
     run.release(b, "weights")
-    assert [(r["status"], r["owner"], r["failures"], r["n_aborts"]) for r in (f.sample(run, a.sample_id), f.sample(run, b.sample_id))] == [
+    assert [
+        (r["status"], r["owner"], r["failures"], r["n_aborts"])
+        for r in (f.sample(run, a.sample_id), f.sample(run, b.sample_id))
+    ] == [
         ("aborted", None, 0, 1),
         ("pending", None, 0, 0),
     ]

@@ -127,7 +127,9 @@ def test_descriptors_do_not_pile_up(tmp_path: Path) -> None:
     gate.close()
 
 
-def test_an_interrupted_wait_leaves_the_gate_free(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_wait_leaves_the_gate_free(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "gate"
     process = holder(processes, path)
     gate = Gate(str(path), 30.0)

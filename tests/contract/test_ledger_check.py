@@ -48,7 +48,11 @@ def test_the_ledger_knows_where_every_token_is(run: Run) -> None:
     }  # fmt: skip
     assert told["generated"] == told["recounted"] == 41
     assert told["dropped_by_reason"] == {"unwanted": 6}
-    assert (told["requests"]["generated"], told["requests"]["stored"], told["requests"]["lost_by_reason"]) == (4, 2, {"late": 2})
+    assert (told["requests"]["generated"], told["requests"]["stored"], told["requests"]["lost_by_reason"]) == (
+        4,
+        2,
+        {"late": 2},
+    )
     assert run.ledger()["closed"] is None
 
 
@@ -89,7 +93,10 @@ BROKEN: dict[str, tuple[str, set[str], bool]] = {
 def test_what_is_broken_is_found(run: Run) -> None:
     """Each break is made, seen, and taken back."""
     for name, (statement, codes, opens) in BROKEN.items():
-        tables = [w for w in ("segment", "sample_group", "sample", "ledger_total", "batch_group", "batch", "worker", "request")]
+        tables = [
+            w
+            for w in ("segment", "sample_group", "sample", "ledger_total", "batch_group", "batch", "worker", "request")
+        ]
         saved = {t: f.rows(run, f"SELECT * FROM {t}") for t in tables}
         f.execute(run, statement, **({"b1": b"\x07"} if ":b1" in statement else {}))
         found = {finding.code for finding in run.check()}
@@ -113,12 +120,23 @@ def _restore(run: Run, saved: dict[str, list[dict[str, object]]]) -> None:
                 marks = ", ".join(f":{c}" for c in wanted[0])
                 connection.execute(sa.text(f"INSERT INTO {name} ({names}) VALUES ({marks})"), wanted)
             else:
-                sets = ("state", "status", "owner", "n_tokens", "n_open", "n_unscored", "n_failed", "stored_tokens", "lost_reason")
+                sets = (
+                    "state",
+                    "status",
+                    "owner",
+                    "n_tokens",
+                    "n_open",
+                    "n_unscored",
+                    "n_failed",
+                    "stored_tokens",
+                    "lost_reason",
+                )
                 for row in wanted:
                     mine = [c for c in sets if c in row]
                     text = ", ".join(f"{c} = :{c}" for c in mine)
                     connection.execute(
-                        sa.text(f"UPDATE {name} SET {text} WHERE {keys[0]} = :k"), {**{c: row[c] for c in mine}, "k": row[keys[0]]}
+                        sa.text(f"UPDATE {name} SET {text} WHERE {keys[0]} = :k"),
+                        {**{c: row[c] for c in mine}, "k": row[keys[0]]},
                     )
 
 
@@ -148,7 +166,10 @@ def test_fate_is_one_rule_in_python_and_in_sql(store: Store) -> None:
 
 
 def test_transitions_name_every_state() -> None:
-    for table, kind in ((states.SAMPLE_TRANSITIONS, states.SampleStatus), (states.GROUP_TRANSITIONS, states.GroupState)):
+    for table, kind in (
+        (states.SAMPLE_TRANSITIONS, states.SampleStatus),
+        (states.GROUP_TRANSITIONS, states.GroupState),
+    ):
         assert set(table) == set(kind)
 
 

@@ -19,7 +19,12 @@ def test_a_heartbeat_tells_what_to_follow(store: Store) -> None:
     run.abort_inflight("batch complete")
     run.pause()
     beat = run.heartbeat(worker)
-    assert (beat.run_state, beat.current_version, beat.abort_seq, beat.abort_reason) == ("paused", 1, 1, "batch complete")
+    assert (beat.run_state, beat.current_version, beat.abort_seq, beat.abort_reason) == (
+        "paused",
+        1,
+        1,
+        "batch complete",
+    )
     assert beat.revision == f.value(run, "SELECT version_num FROM alembic_version")
 
 
@@ -63,7 +68,10 @@ def test_reap_frees_everything_of_the_dead(store: Store) -> None:
     with pytest.raises(LeaseLost):
         f.commit(run, batch or 0, trainer)
     assert {e["worker_id"] for e in f.events(run, "worker_dead")} == {worker, trainer}
-    assert f.rows(run, "SELECT DISTINCT worker_id FROM ledger_total WHERE worker_id IN (:a, :b)", a=worker, b=trainer) == []
+    assert (
+        f.rows(run, "SELECT DISTINCT worker_id FROM ledger_total WHERE worker_id IN (:a, :b)", a=worker, b=trainer)
+        == []
+    )
     assert run.reap() == type(told)([], 0, 0, 0, 0, 0)
     f.sound(run)
 

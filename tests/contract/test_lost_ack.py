@@ -159,7 +159,7 @@ def picture(run: Run) -> dict[str, list[Any]]:
     def shown(table: str, key: str, value: Any) -> Any:
         if isinstance(value, float) and value > 1e9:
             return "a time"
-        if table == "event" and key == "details" or key == "not_before":
+        if (table == "event" and key == "details") or key == "not_before":
             return bool(value)
         return rank[REFERS[key]][value] if key in REFERS and value else value
 
@@ -213,5 +213,3 @@ def test_a_group_commit_may_run_twice(store: Store, monkeypatch: pytest.MonkeyPa
     assert f.states(run) == ["ready"] * 4
     assert run.ledger()["generated"] == 16
     f.sound(run)
-
-

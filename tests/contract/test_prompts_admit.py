@@ -106,7 +106,10 @@ def test_prompts_added_in_the_middle_of_an_epoch_are_served_in_it(store: Store) 
 
 
 def test_the_order_depends_on_the_seed_only(store: Store) -> None:
-    runs = [f.make_run(store, n, prompts=40, groups_per_step=40, max_staleness=0, seed=s) for n, s in zip("abc", (1, 1, 2), strict=True)]
+    runs = [
+        f.make_run(store, n, prompts=40, groups_per_step=40, max_staleness=0, seed=s)
+        for n, s in zip("abc", (1, 1, 2), strict=True)
+    ]
     a, b, c = (served(run) for run in runs)
     assert a == b
     assert a != c

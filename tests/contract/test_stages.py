@@ -114,7 +114,11 @@ def test_a_dead_scorer_loses_its_stages(run: Run) -> None:
     reaped = run.reap()
     assert (reaped.workers, reaped.stages, reaped.samples) == ([scorer], 2, 0)
     before = f.snapshot(run)
-    for late in (lambda: run.score(held[0], 1.0), lambda: run.fail_stage(held[0], "x"), lambda: run.release_stage(held[0])):
+    for late in (
+        lambda: run.score(held[0], 1.0),
+        lambda: run.fail_stage(held[0], "x"),
+        lambda: run.release_stage(held[0]),
+    ):
         with pytest.raises(LeaseLost):
             late()
     assert f.snapshot(run) == before

@@ -109,7 +109,9 @@ def test_an_engine_that_failed_waits(store: Store) -> None:
     held = claim_engine(run, worker)
     assert held is not None
     run.transact(lambda tx: weights.engine_updated(tx, held, None, "404\x00"))
-    assert f.rows(run, "SELECT state, failures, version FROM engine") == [{"state": "failed", "failures": 1, "version": None}]
+    assert f.rows(run, "SELECT state, failures, version FROM engine") == [
+        {"state": "failed", "failures": 1, "version": None}
+    ]
     assert claim_engine(run, worker) is None
 
 

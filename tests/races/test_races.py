@@ -17,8 +17,8 @@ import samplestore
 from samplestore import Store
 from samplestore.errors import LeaseLost, SampleStoreError, StepAlreadyCommitted, StepHeld, WorkerDead
 from samplestore.run import Run
-from samplestore.verbs import liveness, samples
 from samplestore.verbs import batches as batch_verbs
+from samplestore.verbs import liveness, samples
 from samplestore.verbs.tx import Tx
 from samplestore.writer import Writer
 from tests.support import factory as f
@@ -81,7 +81,9 @@ def postgres(postgres_url: str) -> Iterator[Store]:
 
 def waiting_for_locks(run: Run) -> int:
     return int(
-        f.value(run, "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'")
+        f.value(
+            run, "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        )
     )
 
 
@@ -222,7 +224,13 @@ def test_claims_and_reaps_at_once_leave_no_orphan(store: Store) -> None:
 def test_closing_a_group_counts_an_append_under_way(postgres: Store, way: str) -> None:
     """Appends lock no group: one that commits while the group is closed must be counted where it ends."""
     run = f.make_run(
-        postgres, prompts=1, max_attempts=1, samples_per_prompt=3, max_staleness=0, group_deadline_s=0.001, on_straggler="drop"
+        postgres,
+        prompts=1,
+        max_attempts=1,
+        samples_per_prompt=3,
+        max_staleness=0,
+        group_deadline_s=0.001,
+        on_straggler="drop",
     )
     a, b, c = run.claim(f.register(run), 3)
     f.add(run, a, 5), f.add(run, c, 1)
@@ -293,7 +301,9 @@ def test_group_commits_of_two_workers_against_reaps(store: Store) -> None:
         acknowledged = 0
         for round_ in range(6):
             order = held[i] if (i + round_) % 2 else held[i][::-1]  # submitted in opposite orders
-            futures = [writers[i].submit(samples.append, c, c.seq + round_, f.ids_of(2), f.logprobs_of(2), 0) for c in order]
+            futures = [
+                writers[i].submit(samples.append, c, c.seq + round_, f.ids_of(2), f.logprobs_of(2), 0) for c in order
+            ]
             acknowledged += sum(future.result(DEADLINE_S) for future in futures)
         futures = [
             writers[i].submit(samples.fail, c, "again", 0.0) if c.index == 0 else writers[i].submit(samples.finish, c)
@@ -527,14 +537,23 @@ def test_a_commit_and_a_reap_settle_a_batch_once(store: Store) -> None:
             told = together(lambda i, b=batch, t=trainer: f.commit(run, b, t) if i == 0 else run.reap())
             committed = told[0] is None
             assert committed or isinstance(told[0], LeaseLost)
-            assert f.value(run, "SELECT state FROM batch WHERE id = :b", b=batch) == ("committed" if committed else "released")
+            assert f.value(run, "SELECT state FROM batch WHERE id = :b", b=batch) == (
+                "committed" if committed else "released"
+            )
     f.sound(run)
 
 
 def test_everything_at_once_ends_sound(store: Store) -> None:
     """Workers, scorers, a trainer that publishes, an operator who drops and requeues, a reaper."""
     run = f.make_run(
-        store, prompts=10, epochs=None, samples_per_prompt=2, groups_per_step=2, max_staleness=1, stages=["reward"], max_attempts=3
+        store,
+        prompts=10,
+        epochs=None,
+        samples_per_prompt=2,
+        groups_per_step=2,
+        max_staleness=1,
+        stages=["reward"],
+        max_attempts=3,
     )
     published = [0]
 
@@ -589,5 +608,3 @@ def test_everything_at_once_ends_sound(store: Store) -> None:
     assert told == [None] * 5
     run.reap()
     f.sound(run)
-
-

@@ -104,7 +104,9 @@ def test_migrations_models_and_snapshot_agree(fresh: Callable[[str], Database]) 
         Base.metadata.create_all(connection)
     told = ddl(migrated)
     assert told == ddl(created)
-    assert sum("CHECK" in line for line in told) >= 10 and sum(" WHERE " in line for line in told) >= 8, "both are looked at"
+    assert sum("CHECK" in line for line in told) >= 10 and sum(" WHERE " in line for line in told) >= 8, (
+        "both are looked at"
+    )
     snapshot = HERE / ("sqlite.sql" if migrated.is_sqlite else "postgres.sql")
     if UPDATE:
         snapshot.write_text("\n".join(told) + "\n")
@@ -133,7 +135,9 @@ def test_upgrading_again_changes_nothing(store: samplestore.Store) -> None:
             assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar() == 1, "they are on again"
 
 
-@pytest.mark.parametrize(("found", "cure"), [("0000", "samplestore db upgrade"), ("9999", "pip install -U samplestore")])
+@pytest.mark.parametrize(
+    ("found", "cure"), [("0000", "samplestore db upgrade"), ("9999", "pip install -U samplestore")]
+)
 def test_another_revision_is_refused_with_the_cure(db_url: str, found: str, cure: str) -> None:
     with samplestore.open(db_url) as store:
         f.execute(store, "UPDATE alembic_version SET version_num = :v", v=found)
@@ -172,15 +176,18 @@ def test_two_processes_create_the_same_file(tmp_path: Path, processes: Processes
     pipes = [tmp_path / f"go{i}" for i in range(3)]
     for pipe in pipes:
         os.mkfifo(pipe)
-    started = [processes.start([sys.executable, "-c", CREATOR, str(tmp_path / "new.db"), str(p)], name="creator") for p in pipes]
+    started = [
+        processes.start([sys.executable, "-c", CREATOR, str(tmp_path / "new.db"), str(p)], name="creator")
+        for p in pipes
+    ]
     for process in started:
         process.wait_for_log("ready")
     for pipe in pipes:
         with pipe.open("w"):
             pass
     for process in started:
-        assert process.wait(60) == 0, process.log
-    assert len({process.log.split("created ")[1].strip() for process in started}) == 1
+        assert process.wait(60) == 0, process.log()
+    assert len({process.log().split("created ")[1].strip() for process in started}) == 1
 
 
 def test_a_file_that_is_being_created_is_waited_for(tmp_path: Path) -> None:

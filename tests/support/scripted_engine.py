@@ -96,6 +96,7 @@ class ScriptedEngine:
         self.most_running = 0
         self.paused = False
         self.load_blocks = False  # update_weights_from_disk changes the weights and then does not answer
+        self.load_fails = 0  # this many calls of it fail
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._ready = threading.Event()
@@ -177,6 +178,9 @@ class ScriptedEngine:
             self.paused = False
             self._unpaused.set()
         else:
+            if self.load_fails:
+                self.load_fails -= 1
+                return web.json_response({"success": False, "message": "no such checkpoint"}, status=400)
             if body["abort_all_requests"]:
                 for one in list(self.running.values()):
                     one.abort.set()

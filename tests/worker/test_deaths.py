@@ -99,15 +99,14 @@ def test_a_suspended_worker_comes_back_to_nothing(any_bench: Bench) -> None:
 def test_an_engine_dies_in_mid_stream(bench: Bench, processes: Processes, way: str) -> None:
     """What it said is kept, and the sample goes on at the other engine."""
     bench.make_run(samples_per_prompt=4, prompts=2, groups_per_step=2)
-    dying, living = bench.engine(Script(stall_after=13)), bench.engine(Script(stall_after=9))
+    dying, living = bench.engine(Script(stall_after=12)), bench.engine(Script(stall_after=8))
     router = Router.start(processes, [dying.url, living.url]) if way == "router" else None
     worker = bench.worker(*([] if router else [dying, living]), router=router.url if router else None)
     wait_running([dying, living], 8)
-    bench.wait_stored(8)
-    bench.wait(lambda: sorted(r["n_tokens"] for r in bench.samples()) == [9] * 4 + [13] * 4, "all is stored")
+    bench.wait(lambda: sorted(r["n_tokens"] for r in bench.samples()) == [8] * 4 + [12] * 4, "all is stored")
     dying.close()
     bench.wait(lambda: len(living.running) == 8, "the other engine takes them")
-    assert {len(b["input_ids"]) for b in living.requests[4:]} == {PROMPT_TOKENS + 13}
+    assert {len(b["input_ids"]) for b in living.requests[4:]} == {PROMPT_TOKENS + 12}
     living.release()
     bench.wait_all()
     assert worker.terminate() == 0
@@ -124,7 +123,9 @@ def test_a_reply_without_an_end_is_gone_on_with(bench: Bench, script: Script) ->
     engine = bench.engine(lambda body, n: script if n == 0 else Script())
     worker = bench.worker(engine, exit_when_done=True)
     assert worker.wait(40) == 0, worker.log()
-    assert [len(body["input_ids"]) for body in engine.requests] == [PROMPT_TOKENS, PROMPT_TOKENS + 13]
+    kept = bench.requests()[0]["stored_tokens"]
+    assert kept >= 8 and (kept == 13 or script.die_after), "a connection that is cut may take its last bytes along"
+    assert [len(body["input_ids"]) for body in engine.requests] == [PROMPT_TOKENS, PROMPT_TOKENS + kept]
     bench.exact(32)
     assert bench.samples()[0]["n_resumes"] == 1
     bench.sound()
@@ -167,7 +168,7 @@ def test_a_busy_engine_is_asked_again(bench: Bench, script: Script) -> None:
         (Script(raw=[None]), "not an object"),
         (Script(raw=[{"output_ids": [1, 2], "meta_info": {"finish_reason": {"type": "stop"}, "completion_tokens": 2,
          "output_token_logprobs": [[-0.5, 1, None], [-0.5, 3, None]]}}]), "token 3"),
-        (Script(tokens=3, wrong={2: 10**400}), "10000"),
+        (Script(tokens=3, wrong={2: 10**400}), "position 2 is 10000"),
     ],
 )  # fmt: skip
 def test_a_request_that_fails_by_itself_fails_the_sample(bench: Bench, script: Script, said: str) -> None:
@@ -185,11 +186,11 @@ def test_a_request_that_fails_by_itself_fails_the_sample(bench: Bench, script: S
 
 def test_the_router_dies_and_comes_back(bench: Bench, processes: Processes) -> None:
     bench.make_run(samples_per_prompt=4)
-    engine = bench.engine(Script(stall_after=13))
+    engine = bench.engine(Script(stall_after=12))
     router = Router.start(processes, [engine.url])
     worker = bench.worker(router=router.url)
     wait_running([engine], 4)
-    bench.wait_stored(13)
+    bench.wait_stored(12)
     router.process.kill()
     bench.wait(engine.idle, "the engine's clients are gone")
     assert worker.alive()

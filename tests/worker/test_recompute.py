@@ -178,6 +178,33 @@ def test_every_logprob_on_postgres(
         assert_proven(scenario(bench, fleet, folders, "abort", 0.7), models)
 
 
+def test_case_publish_does_not_abort(bench: Bench, fleet: Fleet, folders: list[Path], models: dict[int, Any]) -> None:
+    """16 requests live through a publish in mode keep."""
+    start_over(fleet, folders)
+    run = bench.make_run(
+        prompts=4, samples_per_prompt=4, groups_per_step=4, max_staleness=1, epochs=1, max_new_tokens=160,
+        sampling={"temperature": 1.0, "ignore_eos": True}, weight_update="keep",
+    )  # fmt: skip
+    run.describe_first_weights(str(folders[0]))
+    worker = bench.worker(router=fleet[0].url, concurrency=16, flush_tokens=12, exit_when_done=True)
+    bench.wait_stored(10)
+    assert len([row for row in bench.samples() if row["owner"] and row["n_tokens"] < 100]) == 16, "all are in flight"
+    run.publish_weights(str(folders[1]), step=1)
+    assert worker.wait(60) == 0, worker.log()
+    assert sum(row["n_aborts"] for row in bench.samples()) == 0
+    assert factory.events(run, "abort") == []
+    assert len(bench.requests()) == 16, "one call each"
+    assert spanning(run) == 16
+    for row in bench.samples():
+        assert [s["version_min"] for s in factory.segments(run, row["id"])] in ordered(row["n_segments"])
+    factory.sound(run)
+
+
+def ordered(n: int) -> list[list[int]]:
+    """Version 0 for a while, then version 1."""
+    return [[0] * k + [1] * (n - k) for k in range(1, n)]
+
+
 # -- what the check is worth: each of these mutations of the stored data must fail it
 
 
