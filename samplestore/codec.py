@@ -62,10 +62,8 @@ def as_logprobs(logprobs: Any, n: int, *, required: bool) -> Floats | None:
     bad = np.flatnonzero(~np.isfinite(array))
     if bad.size:
         at = int(bad[0])
-        shown = logprobs[at]
-        raise InvalidSegment(
-            f"log-prob at position {at} is {repr(shown)[:80]}, not finite", field="logprobs", position=at
-        )
+        shown = repr(logprobs[at])[:80]
+        raise InvalidSegment(f"log-prob at position {at} is {shown}, not finite", field="logprobs", position=at)
     return array
 
 

@@ -32,6 +32,7 @@ class Fleet:
         self.update_timeout_s = update_timeout_s
         self.engines: dict[str, str | None] = dict.fromkeys(self.given)  # url -> label that it last reported
         self.context_length: int | None = None
+        self.looked = False  # whether the engines have been asked once
         self._list_path: str | None = None
         self._updating: dict[str, asyncio.Task[None]] = {}
         self._claiming: set[str] = set()
@@ -80,6 +81,7 @@ class Fleet:
         for failure in failures:
             if failure is not None:
                 raise failure
+        self.looked = True
 
     async def _look(self, url: str) -> None:
         try:

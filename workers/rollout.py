@@ -29,7 +29,7 @@ from samplestore.writer import Writer
 
 log = logging.getLogger("samplestore.worker")
 
-REFRESH_S = 5.0
+REFRESH_S, BEHIND_S = 5.0, 1.0  # between two looks at the engines: all as they should be, some behind
 MAX_CUTS = 5  # requests in a row that died without a token, after which a sample is given back
 BACKOFF_S = 0.25
 
@@ -229,14 +229,18 @@ class RolloutWorker:
             except EngineError as error:
                 log.warning("worker=%d %s", self.worker_id, error)
             self.wake.set()
-            await asyncio.sleep(REFRESH_S if self.fleet.engines else self.config.poll_seconds)
+            pause = BEHIND_S if self._behind() else REFRESH_S
+            await asyncio.sleep(pause if self.fleet.engines else self.config.poll_seconds)
+
+    def _behind(self) -> list[str]:
+        """Engines that serve other weights than they should, and that this worker may update."""
+        if not self.config.update_engines or self.current_label is None or self.current_label[1] is None:
+            return []
+        return [url for url, label in self.fleet.engines.items() if label != self.current_label[0]]
 
     async def _update_engines(self) -> None:
-        if not self.config.update_engines or self.current_label is None or self.current_label[1] is None:
-            return
-        for url, label in list(self.fleet.engines.items()):
-            if label != self.current_label[0]:
-                await self.fleet.follow(url)
+        for url in self._behind():
+            await self.fleet.follow(url)
 
     # -- work
 
@@ -280,8 +284,8 @@ class RolloutWorker:
 
     async def _claim(self) -> bool:
         """Fill free slots: stages that somebody left, then samples. Whether anything came."""
-        if self.current is None or not self.fleet.engines:
-            return False
+        if self.current is None or not self.fleet.looked or not self.fleet.engines:
+            return False  # what an engine serves must be known before it is asked: mode keep starts from it
         got = await self._claim_stages()
         free = self.config.concurrency - len(self.inflight)
         if self.current.state != RunState.RUNNING or free <= 0:

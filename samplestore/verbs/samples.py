@@ -178,8 +178,8 @@ def _refused(tx: Tx, claim: Claim, seq: int, told: tuple[Any, ...], payload: byt
     key = (segment.c.sample_id == claim.sample_id) & (segment.c.incarnation == claim.incarnation)
     there = tx.execute(
         sa.select(
-            segment.c.owner, segment.c.attempt, segment.c.payload, segment.c.kind, segment.c.loss, segment.c.version_min,
-            segment.c.version_max, segment.c.finish_reason,
+            segment.c.owner, segment.c.attempt, segment.c.payload, segment.c.kind, segment.c.loss,
+            segment.c.version_min, segment.c.version_max, segment.c.finish_reason,
         ).where(key, segment.c.seq == seq)
     ).one_or_none()  # fmt: skip
     if there and (there.owner, there.attempt) == (claim.owner, claim.attempt):

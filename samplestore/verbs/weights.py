@@ -36,6 +36,11 @@ def publish(tx: Tx, path: str | None = None, step: int | None = None, label: str
     last = row_of(tx, row.current_version)
     if step is not None and (last.step, last.path, last.timeline) == (step, path, row.timeline) and last.version:
         return as_version(last)
+    taken = tx.execute(
+        sa.select(version.c.version).where(version.c.run_id == tx.run_id, version.c.label == label)
+    ).scalar()
+    if taken is not None:
+        raise InvalidSetting("label", label, f"one that version {taken} does not have")
     number = row.last_version + 1
     made = {
         "run_id": tx.run_id, "version": number, "timeline": row.timeline, "parent": last.version, "step": step,

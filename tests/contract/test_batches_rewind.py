@@ -32,7 +32,8 @@ def ready(store: Store, prompts: int = 4, **settings: object) -> tuple[Run, int,
 def groups_of(run: Run, batch: int) -> list[int]:
     found = f.rows(
         run,
-        "SELECT g.number FROM batch_group b JOIN sample_group g ON g.id = b.group_id WHERE b.batch_id = :b ORDER BY b.position",
+        "SELECT g.number FROM batch_group b JOIN sample_group g ON g.id = b.group_id "
+        "WHERE b.batch_id = :b ORDER BY b.position",
         b=batch,
     )
     return [r["number"] for r in found]
@@ -76,7 +77,7 @@ def test_commit_settles_once(store: Store) -> None:
     assert f.snapshot(run) == before
     assert f.states(run) == ["consumed", "consumed", "ready", "ready"]
     assert f.fates(run) == {"consumed": 12, "ready": 12}
-    with pytest.raises(StepAlreadyCommitted, match="run.replay"):
+    with pytest.raises(StepAlreadyCommitted, match=r"run\.replay"):
         f.lease(run, trainer, 0)
     with pytest.raises(LeaseLost):
         f.release(run, batch, trainer)
@@ -196,7 +197,7 @@ def test_logprobs_that_are_missing_are_refused_unless_accepted(store: Store) -> 
 
 def test_a_timeout_says_why(store: Store) -> None:
     run = store.run("empty", groups_per_step=3)
-    with pytest.raises(BatchTimeout, match="0 of 3 groups are ready.*no prompts"):
+    with pytest.raises(BatchTimeout, match=r"0 of 3 groups are ready.*no prompts"):
         run.batch(step=0, timeout=0.05)
 
 
@@ -262,7 +263,7 @@ def test_rewind_returns_exactly_what_the_checkpoint_has_not_seen(store: Store) -
 
 
 def test_a_rewind_to_the_start_returns_everything(store: Store) -> None:
-    run, _, trainer = trained(store, 2)
+    run, _, _trainer = trained(store, 2)
     restored = run.rewind(-1)
     assert (restored.step, restored.parent) == (None, 0)
     assert consumed(run) == {}
@@ -281,7 +282,7 @@ def test_steps_that_the_checkpoint_contains_stay_settled(store: Store) -> None:
 
 
 def test_versions_are_never_reused_and_staleness_counts_along_the_timeline(store: Store) -> None:
-    run, worker, trainer = trained(store, 4, max_staleness=2, stale="mask")
+    run, _worker, _trainer = trained(store, 4, max_staleness=2, stale="mask")
     run.rewind(1)  # version 5 = weights of version 2; versions 3 and 4 lie on the branch that was left
     run.publish_weights(path="/w/2b", step=2)
     assert [v.version for v in run.weight_versions()] == [0, 1, 2, 3, 4, 5, 6]
@@ -297,7 +298,7 @@ def test_versions_are_never_reused_and_staleness_counts_along_the_timeline(store
 
 
 def test_a_rewind_brings_stale_groups_back_into_the_window(store: Store) -> None:
-    run, worker, trainer = trained(store, 2, max_staleness=0)
+    run, worker, _trainer = trained(store, 2, max_staleness=0)
     run.admit()
     f.finish_all(run, worker)  # made by version 2
     run.publish_weights(path="/w/x", step=2)

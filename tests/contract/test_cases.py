@@ -108,8 +108,9 @@ def test_surplus_kept(store: Store) -> None:
     payload = codec.encode(codec.as_ids([5]), codec.as_logprobs([-0.5], 1, required=True))
     f.execute(
         run,
-        "INSERT INTO segment (sample_id, incarnation, seq, start, n_tokens, kind, loss, version_min, version_max, owner, attempt, "
-        "logprob_sum, created_at, payload) SELECT id, 0, 0, 0, 1, 'generated', 1, 0, 0, 1, 1, -0.5, 0, :p FROM sample",
+        "INSERT INTO segment (sample_id, incarnation, seq, start, n_tokens, kind, loss, version_min, version_max, "
+        "owner, attempt, logprob_sum, created_at, payload) "
+        "SELECT id, 0, 0, 0, 1, 'generated', 1, 0, 0, 1, 1, -0.5, 0, :p FROM sample",
         p=payload,
     )
     f.execute(

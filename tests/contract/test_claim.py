@@ -38,7 +38,7 @@ def test_resumable_samples_come_first_with_their_tokens(store: Store) -> None:
         run.release(claim, "abort")
     f.kill(run, worker)
     again = run.claim(f.register(run), 2)
-    assert [c.sample_id for c in again][0] == last.sample_id
+    assert again[0].sample_id == last.sample_id
     assert again[0].resumable and again[0].response_ids.tolist() == [*f.ids_of(4), *f.ids_of(2)]
     assert (again[0].seq, again[0].n_tokens, again[0].budget(10), again[0].budget(6)) == (2, 6, 4, 0)
     assert not again[1].resumable

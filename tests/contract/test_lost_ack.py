@@ -134,7 +134,8 @@ class Script:
 
 
 STEPS = (
-    "append", "append_again", "begin_request", "append_of_request", "end_request", "attach", "finish", "finish_and_keep",
+    "append", "append_again", "begin_request", "append_of_request", "end_request", "attach", "finish",
+    "finish_and_keep",
     "release", "fail", "score", "fail_stage", "release_stage", "see_engine", "add_prompts", "admit", "publish", "drop",
     "reap", "goodbye", "work_off", "lease", "give_back", "lease_again", "commit",
 )  # fmt: skip
@@ -142,7 +143,8 @@ VOLATILE = {"uuid", "label", "name", "url", "rid", "request_rid", "settings"}
 
 
 REFERS = {
-    "owner": "worker", "finished_by": "worker", "worker_id": "worker", "sample_id": "sample", "group_id": "sample_group",
+    "owner": "worker", "finished_by": "worker", "worker_id": "worker", "sample_id": "sample",
+    "group_id": "sample_group",
     "batch_id": "batch", "prompt_id": "prompt",
 }  # fmt: skip
 

@@ -1,5 +1,7 @@
 """The hot statements find their rows through their indexes: cost with the window, never with history."""
 
+# ruff: noqa: E501 - SQL reads better in one line
+
 from __future__ import annotations
 
 import re

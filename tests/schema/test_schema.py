@@ -32,7 +32,8 @@ SELECT format('%s.%s %s%s%s%s', c.relname, a.attname, format_type(a.atttypid, a.
               CASE WHEN a.attnotnull THEN ' NOT NULL' ELSE '' END,
               CASE WHEN a.attidentity <> '' THEN ' identity' ELSE '' END,
               coalesce(' DEFAULT ' || pg_get_expr(d.adbin, d.adrelid), ''))
-  FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid LEFT JOIN pg_attrdef d ON (d.adrelid, d.adnum) = (c.oid, a.attnum)
+  FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid
+  LEFT JOIN pg_attrdef d ON (d.adrelid, d.adnum) = (c.oid, a.attnum)
  WHERE c.relkind = 'r' AND c.relnamespace = 'public'::regnamespace AND a.attnum > 0 AND NOT a.attisdropped
 UNION ALL
 SELECT format('%s %s %s', conrelid::regclass, conname, pg_get_constraintdef(oid)) FROM pg_constraint

@@ -17,7 +17,7 @@ POLICY: dict[str, Any] = {"max_staleness": 1, "staleness": "oldest", "stale": "s
 
 
 def make_run(store: Store, name: str = "r", *, prompts: int = 4, admit: bool = True, **settings: Any) -> Run:
-    """A run with `prompts` prompts of three tokens, admitted. Two samples a group, two groups a step, one epoch, unless said."""
+    """A run with `prompts` prompts of three tokens, admitted; two samples a group, two groups a step, one epoch."""
     run = store.run(name, **{"samples_per_prompt": 2, "groups_per_step": 2, "epochs": 1, **settings})
     run.add_prompts([{"prompt_ids": [1, 2, i], "label": str(i)} for i in range(prompts)])
     if admit:

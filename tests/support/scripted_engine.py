@@ -116,8 +116,10 @@ class ScriptedEngine:
         return not self.running
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        """Cut all connections and stop listening, as a killed process does. Twice is harmless."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(10)
 
     # -- server
 

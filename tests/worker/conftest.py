@@ -28,6 +28,7 @@ class Bench:
         self.store, self.url, self.processes, self.folder = store, url, processes, folder
         self.engines: list[ScriptedEngine] = []
         self.run: Run
+        self.prompt_of: dict[int, int] = {}  # group id -> position of its prompt
 
     def make_run(self, **settings: Any) -> Run:
         """Two samples in one group, 32 new tokens, unless said."""

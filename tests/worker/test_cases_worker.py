@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from samplestore.types import Claim
@@ -144,11 +142,12 @@ def test_case_straggler(any_bench: Bench, policy: str, state: str, statuses: lis
     any_bench.make_run(
         samples_per_prompt=8, on_straggler=policy, group_deadline_s=1, heartbeat_ttl_s=2, max_new_tokens=40
     )
-
-    def plan(body: dict[str, Any], n: int) -> Script:
-        return Script(tokens=20) if n < 7 else Script(stall_after=0)
-
-    engine = any_bench.engine(plan)
+    other = any_bench.run.register()
+    for claim in any_bench.run.claim(other, 7):
+        append(any_bench, claim, 20, "stop")
+        any_bench.run.finish(claim)
+    any_bench.run.goodbye(other)
+    engine = any_bench.engine(Script(stall_after=0))
     any_bench.worker(engine)
     any_bench.wait(lambda: factory.events(any_bench.run, "straggler"), "the straggler is told")
     assert len(factory.events(any_bench.run, "straggler")) == 1

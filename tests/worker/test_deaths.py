@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from tests.support import factory
 from tests.support.postgres import PostgresServer
 from tests.support.processes import Process, Processes
 from tests.support.router import Router
-from tests.support.scripted_engine import Script, logprob_at, token_at, wait_running
+from tests.support.scripted_engine import Plan, Script, logprob_at, token_at, wait_running
 from tests.worker.conftest import PROMPT_TOKENS, Bench, made_bench
 
 
@@ -116,71 +118,89 @@ def test_an_engine_dies_in_mid_stream(bench: Bench, processes: Processes, way: s
     bench.sound()
 
 
-@pytest.mark.parametrize("script", [Script(die_after=13), Script(done_after=13), Script(error_after=13)])
-def test_a_reply_without_an_end_is_gone_on_with(bench: Bench, script: Script) -> None:
+def by_prompt(scripts: list[Script], times: int) -> Plan:
+    """The first `times` requests of prompt i are answered by scripts[i], those after it well."""
+    seen: Counter[int] = Counter()
+
+    def plan(body: dict[str, Any], n: int) -> Script:
+        prompt = body["input_ids"][PROMPT_TOKENS - 1]
+        seen[prompt] += 1
+        return scripts[prompt] if seen[prompt] <= times else Script()
+
+    return plan
+
+
+def one_prompt_each(bench: Bench, n: int, **settings: Any) -> None:
+    """Sample i has prompt i."""
+    bench.make_run(prompts=n, samples_per_prompt=1, groups_per_step=n, epochs=1, **settings)
+    order = factory.rows(bench.run, "SELECT g.id, p.position FROM sample_group g JOIN prompt p ON p.id = g.prompt_id")
+    bench.prompt_of = {row["id"]: row["position"] for row in order}
+
+
+def test_a_reply_without_an_end_is_gone_on_with(bench: Bench) -> None:
     """A cut connection, [DONE] without a finish_reason, an error chunk and then [DONE]: all mean that it broke off."""
-    bench.make_run(samples_per_prompt=1)
-    engine = bench.engine(lambda body, n: script if n == 0 else Script())
-    worker = bench.worker(engine, exit_when_done=True)
-    assert worker.wait(40) == 0, worker.log()
-    kept = bench.requests()[0]["stored_tokens"]
-    assert kept >= 8 and (kept == 13 or script.die_after), "a connection that is cut may take its last bytes along"
-    assert [len(body["input_ids"]) for body in engine.requests] == [PROMPT_TOKENS, PROMPT_TOKENS + kept]
-    bench.exact(32)
-    assert bench.samples()[0]["n_resumes"] == 1
-    bench.sound()
-
-
-FULL = {"object": "error", "message": "The request queue is full.", "type": "ServiceUnavailable", "code": 503}
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        Script(status=503, body=FULL),
-        Script(status=503, body={"error": {"message": "none", "code": "no_available_workers"}}),
-        Script(raw=[{"text": "", "output_ids": [], "meta_info": {"finish_reason": {
-            "type": "abort", "status_code": 503, "message": "The request queue is full."}, "completion_tokens": 0}}]),
-        Script(status=500, body={"error": {"message": "boom"}}),
-        Script(die_after=0, raw=[]),
-    ],
-)  # fmt: skip
-def test_a_busy_engine_is_asked_again(bench: Bench, script: Script) -> None:
-    bench.make_run(samples_per_prompt=2)
-    engine = bench.engine(lambda body, n: script if n < 4 else Script())
+    one_prompt_each(bench, 3)
+    engine = bench.engine(by_prompt([Script(die_after=13), Script(done_after=13), Script(error_after=13)], 1))
     worker = bench.worker(engine, exit_when_done=True)
     assert worker.wait(40) == 0, worker.log()
     assert len(engine.requests) == 6
-    assert len({body["rid"] for body in engine.requests}) == 6, "every call has an id of its own"
-    assert [(r["status"], r["failures"]) for r in bench.samples()] == [("truncated", 0)] * 2
+    for prompt in range(3):
+        first, second = [b for b in engine.requests if b["input_ids"][PROMPT_TOKENS - 1] == prompt]
+        kept = next(r["stored_tokens"] for r in bench.requests() if r["rid"] == first["rid"])
+        assert kept >= 8 and (kept == 13 or prompt == 0), "a connection that is cut may take its last bytes along"
+        assert len(second["input_ids"]) == PROMPT_TOKENS + kept
+    bench.exact(32)
+    assert {row["n_resumes"] for row in bench.samples()} == {1}
+    bench.sound()
+
+
+BUSY = [
+    Script(status=503, body={"object": "error", "message": "The request queue is full.", "type": "x", "code": 503}),
+    Script(status=503, body={"error": {"message": "none", "code": "no_available_workers"}}),
+    Script(raw=[{"text": "", "output_ids": [], "meta_info": {"completion_tokens": 0, "finish_reason": {
+        "type": "abort", "status_code": 503, "message": "The request queue is full."}}}]),
+    Script(status=500, body={"error": {"message": "boom"}}),
+    Script(raw=[]),
+]  # fmt: skip
+
+
+def test_a_busy_engine_is_asked_again(bench: Bench) -> None:
+    one_prompt_each(bench, len(BUSY))
+    engine = bench.engine(by_prompt(BUSY, 2))
+    worker = bench.worker(engine, exit_when_done=True)
+    assert worker.wait(40) == 0, worker.log()
+    assert len(engine.requests) == 3 * len(BUSY)
+    assert len({body["rid"] for body in engine.requests}) == 3 * len(BUSY), "every call has an id of its own"
+    assert {(r["status"], r["failures"]) for r in bench.samples()} == {("truncated", 0)}
     bench.exact(32)
     bench.sound()
 
 
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        (Script(status=400, body={"error": {"message": "the prompt is too long"}}), "the prompt is too long"),
-        (Script(status=400, body={"error": "unknown sampling parameter foo"}), "unknown sampling parameter foo"),
-        (Script(status=400, body={"object": "error", "message": "bad value", "code": 400}), "bad value"),
-        (Script(raw=[{"error": {"message": "not in a stream", "code": 400, "retryable": False}}]), "not in a stream"),
-        (Script(raw=["{not json"]), "not JSON"),
-        (Script(raw=[None]), "not an object"),
-        (Script(raw=[{"output_ids": [1, 2], "meta_info": {"finish_reason": {"type": "stop"}, "completion_tokens": 2,
-         "output_token_logprobs": [[-0.5, 1, None], [-0.5, 3, None]]}}]), "token 3"),
-        (Script(tokens=3, wrong={2: 10**400}), "position 2 is 10000"),
-    ],
-)  # fmt: skip
-def test_a_request_that_fails_by_itself_fails_the_sample(bench: Bench, script: Script, said: str) -> None:
+WRONG = [
+    (Script(status=400, body={"error": {"message": "the prompt is too long"}}), "the prompt is too long"),
+    (Script(status=400, body={"error": "unknown sampling parameter foo"}), "unknown sampling parameter foo"),
+    (Script(status=400, body={"object": "error", "message": "bad value", "code": 400}), "bad value"),
+    (Script(raw=[{"error": {"message": "not in a stream", "code": 400, "retryable": False}}]), "not in a stream"),
+    (Script(raw=["{not json"]), "not JSON"),
+    (Script(raw=[None]), "not an object"),
+    (Script(raw=[{"output_ids": [1, 2], "meta_info": {"finish_reason": {"type": "stop"}, "completion_tokens": 2,
+     "output_token_logprobs": [[-0.5, 1, None], [-0.5, 3, None]]}}]), "token 3"),
+    (Script(tokens=3, wrong={2: 10**400}), "position 2 is 10000"),
+]  # fmt: skip
+
+
+def test_a_request_that_fails_by_itself_fails_the_sample(bench: Bench) -> None:
     """A refused request or a reply that can't be right is the sample's failure: counted, its error kept, and given up
     after max_attempts instead of tried for ever."""
-    bench.make_run(samples_per_prompt=2, max_attempts=2)
-    engine = bench.engine(lambda body, n: script)
-    worker = bench.worker(engine, concurrency=1)
-    bench.wait(lambda: factory.states(bench.run) == ["dropped"], "the group is dropped")
-    failed = next(row for row in bench.samples() if row["status"] == "failed")
-    assert failed["failures"] == 2 and said in failed["error"], failed["error"]
-    assert worker.terminate() == 0
+    one_prompt_each(bench, len(WRONG), max_attempts=2)
+    engine = bench.engine(by_prompt([script for script, _ in WRONG], 99))
+    worker = bench.worker(engine, exit_when_done=True)
+    assert worker.wait(40) == 0, worker.log()
+    assert set(factory.states(bench.run)) == {"dropped"}
+    for row in bench.samples():
+        said = WRONG[bench.prompt_of[row["group_id"]]][1]
+        assert (row["status"], row["failures"]) == ("failed", 2) and said in row["error"], row["error"]
+    assert len(engine.requests) == 2 * len(WRONG)
     bench.sound()
 
 

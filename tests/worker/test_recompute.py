@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,21 @@ def start_over(fleet: Fleet, folders: list[Path]) -> None:
         assert tell(engine.url, "/update_weights_from_disk", body)["success"]
 
 
-def scenario(
-    bench: Bench, fleet: Fleet, folders: list[Path], mode: str, temperature: float,
-    accident: Callable[[], None] | None = None,
-) -> Run:  # fmt: skip
-    """32 samples; three publishes while they are in flight; in the middle, whatever `accident` does."""
+def publish_amid(bench: Bench, folder: Path, version: int) -> None:
+    """Publish when enough was generated under the version before, and wait until both engines serve it."""
+    run, stored = bench.run, "SELECT coalesce(sum(n_tokens), 0) FROM sample"
+    bench.wait(lambda: factory.value(run, stored) >= version * 220, "tokens are stored under the version before", 60)
+    assert run.publish_weights(str(folder), step=version).version == version
+    served = "SELECT version FROM engine"
+    bench.wait(
+        lambda: [row["version"] for row in factory.rows(run, served)] == [version, version],
+        f"both engines serve version {version}", 60,
+    )  # fmt: skip
+
+
+def scenario(bench: Bench, fleet: Fleet, folders: list[Path], mode: str, temperature: float) -> Run:
+    """32 samples, two workers, three publishes while they are in flight; in mode abort one worker is killed and all
+    that is in flight is aborted, too."""
     start_over(fleet, folders)
     run = bench.make_run(
         prompts=8, samples_per_prompt=4, groups_per_step=8, max_staleness=VERSIONS, epochs=1, heartbeat_ttl_s=2,
@@ -99,18 +109,8 @@ def scenario(
         for _ in range(2)
     ]  # fmt: skip
 
-    def stored() -> int:
-        return int(factory.value(run, "SELECT coalesce(sum(n_tokens), 0) FROM sample"))
-
     for version in range(1, VERSIONS):
-        bench.wait(lambda n=version * 220: stored() >= n, "tokens are stored under the version before", 60)
-        assert run.publish_weights(str(folders[version]), step=version).version == version
-        bench.wait(
-            lambda v=version: [r["version"] for r in factory.rows(run, "SELECT version FROM engine")] == [v, v],
-            f"both engines serve version {version}", 60,
-        )  # fmt: skip
-        if version == 2 and accident:
-            accident()
+        publish_amid(bench, folders[version], version)
         if version == 2 and mode == "abort":
             workers[0].kill()  # -9, in the middle of its requests
             run.abort_inflight("look at it")
@@ -170,6 +170,7 @@ def test_every_logprob_in_mode_keep(bench: Bench, fleet: Fleet, folders: list[Pa
     assert len(across) >= 4, "requests lived through changes of weights"
 
 
+@pytest.mark.slow
 def test_every_logprob_on_postgres(
     postgres_url: str, processes: Processes, tmp_path: Path, fleet: Fleet,
     folders: list[Path], models: dict[int, Any],

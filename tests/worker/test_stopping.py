@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,7 @@ from tests.worker.conftest import Bench
 STALLED = Script(stall_after=12)  # 12 tokens, then silence until the test or an abort ends it
 
 
-def in_flight(
-    bench: Bench, script: Script = STALLED, samples: int = 4, **flags: object
-) -> tuple[Process, ScriptedEngine]:
+def in_flight(bench: Bench, script: Script = STALLED, samples: int = 4, **flags: Any) -> tuple[Process, ScriptedEngine]:
     """A worker with all samples in flight, each with some tokens stored."""
     bench.make_run(samples_per_prompt=samples)
     engine = bench.engine(script)
