@@ -11,31 +11,26 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from samplestore.errors import LeaseLost, SampleStoreError, StoreBusy, WorkerDead
+from samplestore.errors import StoreBusy, WorkerDead
 from samplestore.heart import Heart
 from samplestore.models import Run as RunRow
 from samplestore.models import Sample, Stage, WeightVersionRow
 from samplestore.order import Cursor
 from samplestore.run import Run
 from samplestore.states import CLAIMABLE, RunState, StageStatus
-from samplestore.types import Claim, StageClaim
+from samplestore.types import StageClaim
 from samplestore.verbs import liveness, prompts, samples, stages
 from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.fleet import Fleet
-from samplestore.workers.generation import CONTEXT_MARGIN, Limits, Outcome, Request
+from samplestore.workers.generation import Limits
 from samplestore.workers.replies import EngineError
 from samplestore.workers.scoring import STAGE, Scorer
+from samplestore.workers.trajectory import Trajectory
 from samplestore.writer import Writer
 
 log = logging.getLogger("samplestore.worker")
 
 REFRESH_S, BEHIND_S = 5.0, 1.0  # between two looks at the engines: all as they should be, some behind
-MAX_CUTS = 5  # requests in a row that died without a token, after which a sample is given back
-BACKOFF_S = 0.25
-
-
-class LetGo(Exception):
-    """This sample's generation ends, and the sample goes back, for the reason given."""
 
 
 class RolloutWorker:
@@ -45,20 +40,16 @@ class RolloutWorker:
         self.run, self.config = run, config
         self.scorer_of = scorer_of  # (write) -> Scorer, or None: this worker scores nothing
         self.scorer: Scorer | None = None
-        self.inflight: dict[int, asyncio.Task[None]] = {}  # sample id -> task
-        self.requests: dict[int, Request] = {}  # sample id -> its running request
+        self.inflight: dict[int, Trajectory] = {}  # by sample id
         self.scoring: set[asyncio.Task[None]] = set()
         self.stop_reason: str | None = None  # set once: stop claiming, let go of everything, leave
         self.draining = False  # stop claiming, finish what is held, leave
         self.abort_seq: int | None = None
-        self.abort_reason = ""
-        self.aborts: set[int] = set()  # samples that were told to stop and go back
         self.tick = 0.0
         self.current: Any = None  # the run's row, as last polled
         self.labels: dict[str, int] = {}
         self.current_label: tuple[str, str | None] | None = None  # label and path of the current version
         self.wake = asyncio.Event()
-        self.failure: str | None = None
 
     # -- life
 
@@ -178,9 +169,8 @@ class RolloutWorker:
         if self.abort_seq is None:
             self.abort_seq = row.abort_seq
         if row.abort_seq != self.abort_seq:
-            self.abort_seq, self.abort_reason = row.abort_seq, row.abort_reason or "asked to"
-            log.info("worker=%d aborting %d samples: %s", self.worker_id, len(self.inflight), self.abort_reason)
-            self._abort_all(list(self.inflight))
+            self.abort_seq = row.abort_seq
+            self._abort_all(row.abort_reason or "asked to")
         if changed:
             await self._learn_versions()
             await self._update_engines()
@@ -202,24 +192,14 @@ class RolloutWorker:
             await self._learn_versions()
         return None if label is None else self.labels.get(label)
 
-    def _abort_all(self, ids: list[int]) -> None:
-        self.aborts |= set(ids)
-        for id in ids:
-            if (request := self.requests.get(id)) is not None:
-                self._spawn(self._abort(request))
-
-    async def _abort(self, request: Request) -> None:
-        """Abort at the engines; the partial comes back through the open call. Said again until it does: an abort that
-        overtakes its request is not heard. In the end the call is cut: an engine that sees its client go stops too."""
-        id, end = request.claim.sample_id, time.monotonic() + self.config.abort_timeout_s
-        task = self.inflight.get(id)
-        while task is not None and not task.done() and self.requests.get(id) is request:
-            if time.monotonic() >= end:
-                log.warning("rid=%s abort was not answered; closing its connection", request.rid)
-                task.cancel()
-                return
-            await self.fleet.abort(request.rid)
-            await asyncio.wait([task], timeout=max(0.01, min(1.0, end - time.monotonic())))
+    def _abort_all(self, reason: str) -> None:
+        """Everything in flight stops at the engines, is stored as far as it came, and goes back."""
+        if self.inflight:
+            log.info("worker=%d lets %d samples go: %s", self.worker_id, len(self.inflight), reason)
+        for trajectory in self.inflight.values():
+            trajectory.tell(reason)
+            if trajectory.request is not None:
+                self._spawn(trajectory.abort(self.config.abort_timeout_s))
 
     async def _watch_engines(self) -> None:
         while True:
@@ -294,8 +274,10 @@ class RolloutWorker:
         claims = await self.write(samples.claim, self.worker_id, free)
         if len(claims) < free and await self.write(lambda tx, _: prompts.admit(tx)):
             claims += await self.write(samples.claim, self.worker_id, free - len(claims))
+        mine = self.scorer is not None and STAGE in self.run.settings.stages
         for claim in claims:
-            self.inflight[claim.sample_id] = self._spawn(self._sample(claim))
+            trajectory = self.inflight[claim.sample_id] = Trajectory(claim, self, mine)
+            trajectory.task = self._spawn(self._run(trajectory))
         if self.run.database.reconnects != before:
             # A claim may have been committed and its answer lost: those samples are ours without our knowing.
             await self.write(liveness.disown, self.worker_id, list(self.inflight))
@@ -322,128 +304,23 @@ class RolloutWorker:
         task.add_done_callback(_log_failure)
         return task
 
-    async def _sample(self, claim: Claim) -> None:
-        """Own one sample from its claim to its end."""
-        id = claim.sample_id
+    async def _run(self, trajectory: Trajectory) -> None:
+        id = trajectory.claim.sample_id
         try:
-            await self._generate(claim)
-            mine = self.scorer is not None and STAGE in self.run.settings.stages
-            for stage in await self.write(samples.finish, claim, None, claim.finish_reason, mine):
+            for stage in await trajectory.run():
                 self._score(stage)
-        except LetGo as reason:
-            await self._give_back(claim, str(reason))
-        except asyncio.CancelledError:
-            await self._give_back(claim, self.stop_reason or "request cut off")
-            raise
-        except LeaseLost as error:
-            log.warning("sample=%d %s", id, error)
-        except SampleStoreError as error:
-            await self._failed(claim, error)
-        except Exception as error:
-            # The sample must not stay with a worker that does nothing for it until its deadline.
-            log.exception("sample=%d failed unexpectedly", id)
-            await self._failed(claim, error)
         finally:
-            self.inflight.pop(id, None)
-            self.requests.pop(id, None)
-            self.aborts.discard(id)
+            if self.inflight.get(id) is trajectory:
+                del self.inflight[id]
             self.wake.set()
-
-    async def _generate(self, claim: Claim) -> None:
-        """Requests, one after the other, until the sample is finished: a sample is resumed from its stored tokens
-        whenever a request ends early. The budget is what is left of max_new_tokens, counted from stored tokens."""
-        if claim.n_tokens and claim.finish_reason not in (None, "abort", "length"):
-            return  # it was complete, and its worker died before it could say so: another token would be one too many
-        resumes, idle = claim.resumable, 0
-        while True:
-            self._check_told_to_stop(claim)
-            budget = self._budget(claim)
-            if budget <= 0:
-                if claim.n_tokens == 0:
-                    room = self.fleet.context_length
-                    raise EngineError("refused", f"a prompt of {claim.prompt_ids.size} tokens leaves no room in {room}")
-                claim.finish_reason = "length"
-                return
-            request = Request(
-                claim, self.client, self.write, self.limits, self.version_of, set(self.fleet.engines.values()),
-                lambda label: self._why_aborted(claim, label),
-                self.current_label[0] if self.limits.versions_may_change and self.current_label else None,
-            )  # fmt: skip
-            self.requests[claim.sample_id] = request
-            outcome = await self._ask(request, budget, resumes)
-            self.requests.pop(claim.sample_id, None)
-            if outcome == Outcome.FINISHED and not self._sliced(claim, budget, request):
-                return
-            resumes = outcome != Outcome.FINISHED and claim.n_tokens > 0
-            idle = 0 if request.stored else idle + 1
-            self._check_told_to_stop(claim)
-            if outcome == Outcome.CUT and idle >= MAX_CUTS:
-                raise LetGo("engine unreachable")
-            if outcome in (Outcome.CUT, Outcome.BUSY) or idle:
-                # min: after an hour without engines 2**idle would be no float any more
-                await asyncio.sleep(random.uniform(0.5, 1.0) * min(5.0, BACKOFF_S * 2 ** min(idle, 8)))
-
-    async def _ask(self, request: Request, budget: int, resumes: bool) -> str:
-        try:
-            base = self.fleet.base_for(request.claim.group_id)
-            outcome = await request.run(base, budget, resumes, None if self.fleet.router else base)
-            if outcome == Outcome.CUT:
-                self.fleet.suspect(base)
-            return outcome
-        except LeaseLost:
-            # nobody wants these tokens any more, so the engine must not make them
-            await asyncio.shield(self.fleet.abort(request.rid))
-            raise
-
-    def _budget(self, claim: Claim) -> int:
-        budget = claim.budget(self.limits.max_new_tokens)
-        if self.fleet.context_length is not None:
-            used = int(claim.prompt_ids.size) + claim.n_tokens
-            budget = min(budget, self.fleet.context_length - used - CONTEXT_MARGIN)
-        return budget
-
-    def _sliced(self, claim: Claim, budget: int, request: Request) -> bool:
-        """Whether a slice ended, rather than the sample."""
-        asked = min(budget, self.limits.slice_tokens)
-        return (
-            self.limits.mode == "sliced"
-            and claim.finish_reason == "length"
-            and request.stored >= asked
-            and self._budget(claim) > 0
-        )
-
-    def _why_aborted(self, claim: Claim, label: str | None) -> str:
-        if claim.sample_id in self.aborts:
-            return self.stop_reason or self.abort_reason
-        current = self.current_label[0] if self.current_label else None
-        return "weight update" if label != current else "engine"
-
-    def _check_told_to_stop(self, claim: Claim) -> None:
-        if self.stop_reason is not None:
-            raise LetGo(self.stop_reason)
-        if claim.sample_id in self.aborts:
-            raise LetGo(self.abort_reason)
-
-    async def _give_back(self, claim: Claim, reason: str) -> None:
-        try:
-            await asyncio.shield(self.write(samples.release, claim, reason))
-        except LeaseLost as error:
-            log.warning("sample=%d %s", claim.sample_id, error)
-
-    async def _failed(self, claim: Claim, error: Exception) -> None:
-        log.error("sample=%d attempt=%d %s", claim.sample_id, claim.attempt, error)
-        try:
-            await self.write(samples.fail, claim, str(error) or type(error).__name__)
-        except LeaseLost as lost:
-            log.warning("sample=%d %s", claim.sample_id, lost)
 
     # -- leaving
 
     async def _let_everything_go(self, reason: str) -> None:
         """Abort what is in flight at the engines, store the partials, release the samples, end the rewards."""
         self.stop_reason = self.stop_reason or reason
-        self._abort_all(list(self.inflight))
-        tasks = [*self.inflight.values(), *self.scoring]
+        self._abort_all(self.stop_reason)
+        tasks = [*(t.task for t in self.inflight.values() if t.task), *self.scoring]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=self.config.drain_timeout_s)
             for task in late:
