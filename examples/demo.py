@@ -103,6 +103,7 @@ class Demo:
         from samplestore.examples.report import report
         from samplestore.examples.supervisor import ProcessDied, Supervisor
 
+        self.db.parent.mkdir(parents=True, exist_ok=True)
         self._clear()
         self._make_model()
         with samplestore.open(str(self.db)) as store:

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,7 @@ import torch
 import transformers
 
 import samplestore
+from samplestore.errors import SampleStoreError, StepHeld
 from samplestore.examples import checkpoints
 from samplestore.examples.grpo import GrpoConfig, reward_rise, staleness, train_step
 from samplestore.models import BatchGroup, BatchRow, Sample
@@ -77,6 +80,7 @@ def resume(store: Any, run: Any, config: TrainerConfig) -> tuple[Any, torch.opti
 
     The checkpoint of step 0 is the untrained model. Afterwards the run's current weights are those of the checkpoint.
     """
+    wait_until_alone(store, run)
     root, committed = config.checkpoints.resolve(), last_committed_step(store, run)
     if committed == 0 and not checkpoints.saved_steps(root):
         model = checkpoints.load_model(config.model)
@@ -103,6 +107,23 @@ def resume(store: Any, run: Any, config: TrainerConfig) -> tuple[Any, torch.opti
     if done > 0:
         run.publish_weights(path=path, step=done)  # does nothing if they are the current weights already
     return model, optimizer, done
+
+
+def wait_until_alone(store: Any, run: Any) -> None:
+    """Wait for the lease of a trainer that was killed to end. One that lives may have saved a checkpoint that it has
+    not committed yet: discarding that would take it from under the weights that it publishes next.
+    Raises StepHeld if the lease does not end."""
+    end = time.monotonic() + 3 * run.settings.heartbeat_ttl_s
+    query = sa.select(BatchRow).where(BatchRow.run_id == run.id, BatchRow.state == "leased")
+    while True:
+        run.reap()
+        with store.session() as session:
+            held = session.scalars(query).first()
+        if held is None:
+            return
+        if time.monotonic() > end:
+            raise StepHeld(held.step, held.id, held.owner)
+        time.sleep(0.2)
 
 
 def new_optimizer(model: Any, config: TrainerConfig) -> torch.optim.Optimizer:
@@ -145,6 +166,13 @@ def main() -> None:
         timeout_s=arguments.timeout,
         grpo=GrpoConfig(epochs=arguments.epochs, micro_batch=arguments.micro_batch, temperature=arguments.temperature),
     )
+    try:
+        _run(arguments, config)
+    except SampleStoreError as error:
+        sys.exit(f"trainer: {error}")
+
+
+def _run(arguments: argparse.Namespace, config: TrainerConfig) -> None:
     with samplestore.open(arguments.db, create=False) as store:
         run = store.existing_run(arguments.run)
         for numbers in train(store, run, config):

@@ -17,7 +17,8 @@ import sqlalchemy as sa
 
 from samplestore import codec
 from samplestore import tensors as packing
-from samplestore.errors import BatchTimeout, MissingLogprobs, SampleStoreError, StepHeld, WorkerFailed
+from samplestore.advantages import METHODS
+from samplestore.errors import BatchTimeout, InvalidSetting, MissingLogprobs, SampleStoreError, StepHeld, WorkerFailed
 from samplestore.heart import Heart
 from samplestore.models import (
     BatchGroup,
@@ -34,6 +35,7 @@ from samplestore.queries.why import why
 from samplestore.statements import staleness
 from samplestore.states import BatchState, SampleStatus, StalePolicy, WorkerKind, WorkerState
 from samplestore.tensors import BatchSample
+from samplestore.types import choice
 from samplestore.verbs import batches as verbs
 from samplestore.verbs import liveness, prompts
 from samplestore.verbs.tx import Transactor
@@ -154,10 +156,12 @@ def take(
     policy: dict[str, Any] = {
         "max_staleness": settings.max_staleness if max_staleness is None else max_staleness,
         "staleness": staleness_mode,
-        "stale": StalePolicy(stale or settings.stale).value,
+        "stale": choice("stale", stale or settings.stale, StalePolicy).value,
         "advantages": advantages,
         "need_logprobs": need_logprobs,
     }
+    if advantages not in METHODS:
+        raise InvalidSetting("advantages", advantages, " | ".join(METHODS))
     owner = trainer_id(run)
     since, pause, tidy_at = time.monotonic(), 0.02, 0.0
     while True:

@@ -48,6 +48,8 @@ def as_logprobs(logprobs: Any, n: int, *, required: bool) -> Floats | None:
         if required and n:
             raise InvalidSegment(f"output_token_logprobs is missing for {n} generated tokens", field="logprobs")
         return None
+    if isinstance(logprobs, dict | set | str | bytes) or getattr(logprobs, "dtype", np.float32) == np.complex128:
+        raise InvalidSegment(f"log-probs are a {type(logprobs).__name__}, not a list of numbers", field="logprobs")
     if isinstance(logprobs, np.ndarray) and logprobs.dtype.kind in "fiu":
         values: Any = logprobs
     else:
@@ -69,7 +71,7 @@ def as_logprobs(logprobs: Any, n: int, *, required: bool) -> Floats | None:
 
 def _number_or_nan(value: Any) -> float:
     """Null, text and booleans become NaN here, so that the caller can name their position."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
         return math.nan
     try:
         return float(value)

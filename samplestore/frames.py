@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from samplestore.errors import InvalidSetting, MissingExtra
-from samplestore.models import Base, Run
+from samplestore.models import Base, Run, Sample
 
 NAMES = {"runs": "run", "groups": "sample_group", "samples": "sample", "segments": "segment", "events": "event",
          "requests": "request", "batches": "batch", "versions": "weight_version", "workers": "worker"}  # fmt: skip
@@ -15,7 +15,8 @@ NAMES = {"runs": "run", "groups": "sample_group", "samples": "sample", "segments
 
 def frame(store: Any, name: str, run: str | None = None, limit: int = 100_000) -> Any:
     """A pandas DataFrame of runs, groups, samples, segments, events, requests, batches, versions or workers, newest
-    first, blobs left out. More rows than `limit` are cut off, and the frame says so in `frame.attrs["cut_off"]`."""
+    first, blobs left out; of all runs, or of `run` (raises RunNotFound). More rows than `limit` are cut off, and the
+    frame says so in `frame.attrs["cut_off"]`."""
     try:
         import pandas as pd
     except ImportError:
@@ -25,8 +26,8 @@ def frame(store: Any, name: str, run: str | None = None, limit: int = 100_000) -
     table = Base.metadata.tables[NAMES[name]]
     columns = [c for c in table.c if not isinstance(c.type, sa.LargeBinary)]
     query = sa.select(*columns)
-    if run is not None and "run_id" in table.c:
-        query = query.where(table.c.run_id == sa.select(Run.id).where(Run.name == run).scalar_subquery())
+    if run is not None and table is not Run.__table__:
+        query = query.where(_of_run(table, store.existing_run(run).id))
     order = table.c.get("id")
     if order is None:
         order = next(iter(table.primary_key.columns))
@@ -35,3 +36,10 @@ def frame(store: Any, name: str, run: str | None = None, limit: int = 100_000) -
     result = pd.DataFrame([tuple(r) for r in rows[:limit]], columns=[c.name for c in columns])
     result.attrs["cut_off"] = len(rows) > limit
     return result
+
+
+def _of_run(table: sa.Table, run_id: int) -> sa.ColumnElement[bool]:
+    """Rows of one run; segments belong to it through their sample."""
+    if "run_id" in table.c:
+        return table.c.run_id == run_id
+    return table.c.sample_id.in_(sa.select(Sample.id).where(Sample.run_id == run_id))

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from samplestore.errors import StoreBusy
+from samplestore.errors import SampleStoreError, StoreBusy
 
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 
@@ -26,7 +26,13 @@ class _Lock:
     __slots__ = ("__weakref__", "fd", "queued")
 
     def __init__(self, path: str) -> None:
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.fd = -1
+        try:
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise SampleStoreError(
+                f"cannot open the writer gate {path}: {error.strerror}. Is its folder there and writable?"
+            ) from error
         self.queued = False  # a helper thread waits in flock: closing now would give it somebody else's file
 
     def close(self) -> None:

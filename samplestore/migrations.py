@@ -55,11 +55,21 @@ def is_blank(database: Database) -> bool:
         return not sa.inspect(connection).get_table_names()
 
 
+def _has_tables(database: Database) -> bool:
+    with database.reading() as connection:
+        return sa.inspect(connection).has_table("sample_group")
+
+
 def require_current(database: Database) -> None:
     """Raise SchemaMismatch, with the command to type, unless the schema is the one this code needs."""
     if not database.exists():
         raise DatabaseMissing(database.shown_url)
     found = current(database)
+    if found is None and _has_tables(database):
+        raise SampleStoreError(
+            f"{database.shown_url} has samplestore's tables but no alembic_version: its revision is not known. "
+            f"Restore a backup. If the schema surely is {REVISION}, run: alembic stamp {REVISION}"
+        )
     if found != REVISION:
         known = found is None or (found.isdigit() and int(found) < int(REVISION))
         raise SchemaMismatch(database.shown_url, found, REVISION, known)
@@ -85,7 +95,6 @@ def upgrade(target: str | Database, revision: str = "head") -> str | None:
 def _upgrade_sqlite(database: Database, revision: str) -> None:
     """Foreign keys are off while tables are recreated: on, dropping a parent deletes every child row, silently."""
     assert database.gate is not None
-    database.path.parent.mkdir(parents=True, exist_ok=True)
     with database.gate.hold(), database.writer.connect().execution_options(samplestore_write=True) as connection:
         raw = connection.connection.driver_connection
         assert raw is not None

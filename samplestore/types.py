@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, fields
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,8 @@ from samplestore.errors import InvalidSetting
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+
+Choice = TypeVar("Choice", bound=StrEnum)
 
 UNKNOWN_VERSION = -1  # the ledger's key for tokens whose weight version nobody told us
 
@@ -66,12 +70,15 @@ class RunSettings:
         for name in values:
             if name not in cls.names():
                 raise InvalidSetting(name, values[name], "one of: " + ", ".join(cls.names()))
-        made = cls(**{**values, "stages": tuple(values.get("stages", ()))})
+        named = values.get("stages", ())
+        _check("stages", named, 'a list of names, e.g. ["reward"]', lambda v: isinstance(v, list | tuple))
+        made = cls(**{**values, "stages": tuple(named)})
         for name in ("samples_per_prompt", "groups_per_step", "max_attempts", "max_new_tokens"):
-            _check(name, getattr(made, name), "a whole number above 0", lambda v: _whole(v) and v > 0)
-        _check("max_staleness", made.max_staleness, "a whole number from 0", lambda v: _whole(v) and v >= 0)
-        _check("seed", made.seed, "a whole number", _whole)
-        _check("epochs", made.epochs, "a whole number above 0, or None", lambda v: v is None or (_whole(v) and v > 0))
+            whole(name, getattr(made, name), 1)
+        whole("max_staleness", made.max_staleness)
+        _check("seed", made.seed, "a whole number", lambda v: _whole(v) and abs(v) < 2**63)
+        if made.epochs is not None:
+            whole("epochs", made.epochs, 1)
         for name, choices in (
             ("stale", states.StalePolicy),
             ("on_failed", states.FailedPolicy),
@@ -80,15 +87,17 @@ class RunSettings:
         ):
             _check(name, getattr(made, name), " | ".join(choices), lambda v, c=choices: v in list(c))
         for name in ("progress_deadline_s", "heartbeat_ttl_s"):
-            _check(name, getattr(made, name), "seconds above 0", lambda v: _number(v) and v > 0)
+            _check(name, getattr(made, name), "seconds above 0", lambda v: _number(v) and 0 < v < 1e9)
         _check(
             "group_deadline_s",
             made.group_deadline_s,
             "seconds above 0, or None",
-            lambda v: v is None or (_number(v) and v > 0),
+            lambda v: v is None or (_number(v) and 0 < v < 1e9),
         )
-        _check("sampling", made.sampling, "a mapping", lambda v: isinstance(v, dict))
-        _check("stages", made.stages, "stage names", lambda v: all(isinstance(s, str) and s for s in v))
+        _check("sampling", made.sampling, "a JSON object", lambda v: isinstance(v, dict) and _plain_json(v))
+        for stage in made.stages:
+            plain_text("stages", stage, 100)
+        _check("stages", list(made.stages), "names that differ", lambda v: len(set(v)) == len(v))
         return made
 
     def as_json(self) -> dict[str, Any]:
@@ -98,6 +107,40 @@ class RunSettings:
     def window_groups(self) -> int:
         """Groups that may be open, scoring or ready at once: (max_staleness + 1) x groups_per_step, AReaL's rule."""
         return (self.max_staleness + 1) * self.groups_per_step
+
+
+MAX_WHOLE = 2**31 - 1  # larger counts are typing errors; both databases could hold them, arithmetic on them not
+
+
+def whole(name: str, value: Any, low: int = 0) -> int:
+    """`value` if it is a whole number from `low` to MAX_WHOLE. Raises InvalidSetting."""
+    _check(name, value, f"a whole number from {low} to {MAX_WHOLE}", lambda v: _whole(v) and low <= v <= MAX_WHOLE)
+    return int(value)
+
+
+def choice(name: str, value: Any, choices: type[Choice]) -> Choice:
+    """The member of `choices` that `value` names. Raises InvalidSetting."""
+    _check(name, value, " | ".join(choices), lambda v: isinstance(v, str) and v in list(choices))
+    return choices(value)
+
+
+def plain_text(name: str, value: Any, limit: int = 4000) -> str:
+    """`value` if it is text that both databases hold. Raises InvalidSetting."""
+    fits = f"text of 1 to {limit} characters without NUL or lone surrogates"
+    _check(name, value, fits, lambda v: isinstance(v, str) and 0 < len(v) <= limit and _storable(v))
+    return str(value)
+
+
+def _storable(value: str) -> bool:
+    return "\x00" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _plain_json(value: Any) -> bool:
+    """Whether `value` comes back from JSON as it went in."""
+    try:
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+    except (TypeError, ValueError):
+        return False
 
 
 def _whole(value: Any) -> bool:

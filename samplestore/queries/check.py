@@ -6,6 +6,7 @@ Each check is one SELECT of the rows that break a promise; the first column name
 from __future__ import annotations
 
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 import sqlalchemy as sa
@@ -55,8 +56,13 @@ def _run_check(connection: sa.Connection, code: str, message: str, query: sa.Sel
     rows = connection.execute(query.limit(1000)).fetchall()
     if not rows:
         return None
-    shown = [dict(row._mapping) for row in rows[:EXAMPLES]]
+    shown = [{name: _plain(value) for name, value in row._mapping.items()} for row in rows[:EXAMPLES]]
     return Finding(code, message, len(rows), shown)
+
+
+def _plain(value: Any) -> Any:
+    """PostgreSQL gives sums as Decimal, which JSON does not know."""
+    return int(value) if isinstance(value, Decimal) else value
 
 
 def _checks(run_id: int) -> Iterator[tuple[str, str, sa.Select[Any]]]:

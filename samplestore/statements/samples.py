@@ -163,7 +163,7 @@ VERSION_EXISTS = sa.select(_known("number"))
 INSERT_SEGMENT = sa.insert(segment).values(created_at=db_now())
 REQUEST_STORED = (
     sa.update(request)
-    .where(request.c.rid == bindparam("of_rid"))
+    .where(request.c.rid == bindparam("of_rid"), request.c.sample_id == bindparam("of_sample"))
     .values(stored_tokens=request.c.stored_tokens + bindparam("n"))
 )
 

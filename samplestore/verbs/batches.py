@@ -13,7 +13,7 @@ from samplestore.errors import InvalidSetting, LeaseLost, RewindTooFar, StepAlre
 from samplestore.models import BatchGroup, BatchRow, Run, Sample, SampleGroup, Segment, Timeline, WeightVersionRow
 from samplestore.statements import staleness
 from samplestore.states import IN_WINDOW, LIVE_BATCH, BatchState, GroupState, StalePolicy
-from samplestore.types import WeightVersion
+from samplestore.types import WeightVersion, whole
 from samplestore.verbs import groups, weights
 from samplestore.verbs.tx import SHARED, Tx
 
@@ -29,10 +29,9 @@ def lease(tx: Tx, worker_id: int, step: int, n_groups: int, policy: dict[str, An
     policy: {"max_staleness": int, "staleness": mode, "stale": "skip" | "mask", ...}, stored with the batch.
     Raises StepAlreadyCommitted, StepHeld, WorkerDead.
     """
-    if isinstance(n_groups, bool) or not isinstance(n_groups, int) or n_groups < 1:
-        raise InvalidSetting("groups", n_groups, "a whole number above 0")
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise InvalidSetting("step", step, "a whole number from 0")
+    whole("groups", n_groups, 1)
+    whole("step", step)
+    whole("max_staleness", policy["max_staleness"])
     tx.require_live(worker_id)
     row = tx.lock_run()
     held = tx.execute(
@@ -165,8 +164,12 @@ def _set_groups(tx: Tx, batch_id: int, state: BatchState) -> None:
 def rewind(tx: Tx, step: int) -> WeightVersion:
     """Training goes back to the checkpoint of `step`. Batches that it has not seen are marked rewound and their
     groups are ready again; a new timeline starts; the restored weights get a new version number.
-    Raises RewindTooFar."""
+    Raises RewindTooFar, InvalidSetting for a step that was never reached."""
+    whole("step", step, -1)
     row = tx.lock_run()
+    newest = _newest_step(tx)
+    if step > newest:  # a typing error must not fork the timeline
+        raise InvalidSetting("step", step, f"-1 (before the first) to {newest}, the newest of this run")
     if step < row.retention_step:
         raise RewindTooFar(step, row.retention_step, "what came after it was pruned, up to step")
     undone = tx.rows(
@@ -188,6 +191,13 @@ def rewind(tx: Tx, step: int) -> WeightVersion:
     _refresh_window(tx)
     tx.event("rewind", None, step=step, version=restored.version, details={"batches": len(undone)})
     return restored
+
+
+def _newest_step(tx: Tx) -> int:
+    """The newest step that a batch or a weight version of this run is of."""
+    held = tx.execute(sa.select(sa.func.max(batch.c.step)).where(batch.c.run_id == tx.run_id)).scalar()
+    published = tx.execute(sa.select(sa.func.max(version.c.step)).where(version.c.run_id == tx.run_id)).scalar()
+    return max(held or 0, published or 0)
 
 
 def _branch(tx: Tx, row: Any, step: int) -> WeightVersion:

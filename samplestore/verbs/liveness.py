@@ -16,7 +16,7 @@ from samplestore.migrations import REVISION
 from samplestore.models import BatchRow, EngineRow, Request, Run, Sample, Stage, Worker
 from samplestore.statements import samples as st
 from samplestore.states import BatchState, Fate, StageStatus, WorkerKind, WorkerState
-from samplestore.types import Heartbeat, Reaped
+from samplestore.types import Heartbeat, Reaped, choice
 from samplestore.verbs import batches, groups, samples
 from samplestore.verbs.tx import SHARED, Tx
 
@@ -32,7 +32,8 @@ def register(tx: Tx, kind: str, name: str | None = None, info: dict[str, Any] | 
         tx.execute(
             sa.insert(worker)
             .values(
-                run_id=tx.run_id, kind=WorkerKind(kind).value, name=name or f"{host}-{pid}", host=host, pid=pid,
+                run_id=tx.run_id, kind=choice("kind", kind, WorkerKind).value, name=name or f"{host}-{pid}",
+                host=host, pid=pid,
                 started_at=db_now(), heartbeat=db_now(), ttl_s=tx.settings.heartbeat_ttl_s, info=info or {},
             )
             .returning(worker.c.id)
@@ -47,7 +48,7 @@ def heartbeat(tx: Tx, worker_id: int) -> Heartbeat:
         tx.execute(sa.text("SET LOCAL synchronous_commit = off"))
     beaten = tx.execute(
         sa.update(worker)
-        .where(worker.c.id == worker_id, worker.c.state == WorkerState.LIVE.value)
+        .where(worker.c.id == worker_id, worker.c.run_id == tx.run_id, worker.c.state == WorkerState.LIVE.value)
         .values(heartbeat=db_now())
     ).rowcount
     if beaten != 1:
@@ -62,7 +63,7 @@ def goodbye(tx: Tx, worker_id: int, error: str | None = None) -> None:
     said = None if error is None else codec.clean_text(error)
     tx.execute(
         sa.update(worker)
-        .where(worker.c.id == worker_id, worker.c.state == WorkerState.LIVE.value)
+        .where(worker.c.id == worker_id, worker.c.run_id == tx.run_id, worker.c.state == WorkerState.LIVE.value)
         .values(state=WorkerState.GONE.value, ended_at=db_now(), error=said)
     )
     if said:

@@ -9,11 +9,11 @@ import sqlalchemy as sa
 
 from samplestore import codec
 from samplestore.clock import db_now
-from samplestore.errors import InvalidSegment, InvalidSetting, LeaseLost, SequenceConflict, UnknownVersion
+from samplestore.errors import InvalidSegment, InvalidSetting, LeaseLost, NotInRun, SequenceConflict, UnknownVersion
 from samplestore.models import Request, Sample, Segment, SegmentArray, Stage
 from samplestore.statements import samples as st
 from samplestore.states import CLAIMABLE, FINISHED, Fate, SampleStatus, SegmentKind
-from samplestore.types import Claim, RequestInfo, StageClaim
+from samplestore.types import Claim, RequestInfo, StageClaim, choice, whole
 from samplestore.verbs import groups, stages
 from samplestore.verbs.tx import Tx
 
@@ -100,8 +100,9 @@ def append(
     tokens    whole numbers [n]; logprobs: numbers [n], finite (needed where generated tokens have loss=1)
     Raises InvalidSegment (refused, nothing stored), LeaseLost, SequenceConflict, UnknownVersion.
     """
-    tx.as_worker(claim.owner)
-    kind = SegmentKind(kind).value
+    tx.as_owner_of(claim)
+    kind = choice("kind", kind, SegmentKind).value
+    seq = whole("seq", seq)
     loss = int(kind == SegmentKind.GENERATED) if loss is None else loss
     if loss not in (0, 1):
         raise InvalidSegment(f"loss is {loss!r}, not 0 or 1", field="loss")
@@ -137,7 +138,7 @@ def append(
         },
     )  # fmt: skip
     if rid is not None:
-        tx.execute(st.REQUEST_STORED, {"of_rid": rid, "n": n})
+        tx.execute(st.REQUEST_STORED, {"of_rid": rid, "of_sample": claim.sample_id, "n": n})
     if kind == SegmentKind.GENERATED:
         tx.add(Fate.IN_FLIGHT, low, n)
     if finish_reason == "abort":
@@ -151,7 +152,7 @@ def _tell_abort(tx: Tx, claim: Claim, reason: str, tokens: int) -> None:
 
 def note_abort(tx: Tx, claim: Claim, reason: str) -> None:
     """An abort that came when everything was stored already: no segment carries it. Raises LeaseLost."""
-    tx.as_worker(claim.owner)
+    tx.as_owner_of(claim)
     row = _require_owner(tx, claim)
     tx.execute(
         sa.update(sample)
@@ -195,6 +196,14 @@ def _refused(tx: Tx, claim: Claim, seq: int, told: tuple[Any, ...], payload: byt
     raise SequenceConflict(claim.sample_id, seq, row.n_segments, "it would leave a gap or overwrite")
 
 
+def _lock_group(tx: Tx, claim: Claim) -> sa.Row[Any]:
+    """The group of a claimed sample, locked. Raises NotInRun for a claim that was put together by hand."""
+    mine = sa.select(sample.c.group_id).where(sample.c.id == claim.sample_id, sample.c.run_id == tx.run_id)
+    if tx.execute(mine).scalar() != claim.group_id:
+        raise NotInRun("sample", [claim.sample_id])
+    return tx.lock_groups([claim.group_id])[claim.group_id]
+
+
 def _require_owner(tx: Tx, claim: Claim) -> sa.Row[Any]:
     row = tx.execute(sa.select(sample).where(sample.c.id == claim.sample_id).with_for_update(key_share=True)).one()
     if (row.owner, row.attempt, row.incarnation) != (claim.owner, claim.attempt, claim.incarnation):
@@ -219,13 +228,19 @@ def finish(
     keep_stages: the caller scores the sample itself; its stages are returned as claims of the same worker.
     Raises LeaseLost, InvalidSegment if nothing was generated. Returns list[StageClaim].
     """
-    tx.as_worker(claim.owner)
-    row = tx.lock_groups([claim.group_id])[claim.group_id]
+    tx.as_owner_of(claim)
+    row = _lock_group(tx, claim)
     stored = tx.execute(
         sa.select(sample.c.finish_reason, sample.c.n_tokens).where(sample.c.id == claim.sample_id)
     ).one()
-    reason = finish_reason or stored.finish_reason
-    new = SampleStatus(status) if status else SampleStatus.TRUNCATED if reason == "length" else SampleStatus.COMPLETED
+    reason = codec.clean_text(finish_reason, 100) if finish_reason else stored.finish_reason
+    new = (
+        choice("status", status, SampleStatus)
+        if status
+        else SampleStatus.TRUNCATED
+        if reason == "length"
+        else SampleStatus.COMPLETED
+    )
     if new not in FINISHED:
         raise InvalidSetting("status", status, " | ".join(FINISHED))
     if stored.n_tokens == 0:
@@ -243,7 +258,8 @@ def finish(
             },
         ).rowcount
     if changed != 1:
-        _ended_before(tx, claim, *FINISHED, SampleStatus.FAILED)
+        # the same end again is a repetition; FAILED: its reward could not be had meanwhile
+        _ended_before(tx, claim, new, SampleStatus.FAILED)
         return stages.owned_by(tx, claim.sample_id, claim.owner) if keep_stages else []
     made = stages.create(tx, claim, keep_stages)
     groups.count(tx, row.id, n_open=-1, n_unscored=len(tx.settings.stages))
@@ -252,7 +268,7 @@ def finish(
 
 def release(tx: Tx, claim: Claim, reason: str, tokens_lost: int = 0) -> None:
     """Give a claimed sample back: `aborted` if it has tokens, else as before the claim. No failure is counted."""
-    tx.as_worker(claim.owner)
+    tx.as_owner_of(claim)
     changed = tx.execute(
         st.RELEASE, {"sample_id": claim.sample_id, "b_owner": claim.owner, "fence": claim.attempt}
     ).rowcount
@@ -269,8 +285,10 @@ def release(tx: Tx, claim: Claim, reason: str, tokens_lost: int = 0) -> None:
 def fail(tx: Tx, claim: Claim, error: str, backoff_s: float = 1.0) -> str:
     """Record a failed attempt. The sample is tried again after `backoff_s`, from its stored tokens, until
     max_attempts failures; then it is `failed`. Returns the new status."""
-    tx.as_worker(claim.owner)
-    tx.lock_groups([claim.group_id])
+    tx.as_owner_of(claim)
+    if not 0 <= backoff_s < 1e9:
+        raise InvalidSetting("backoff_s", backoff_s, "seconds from 0")
+    _lock_group(tx, claim)
     row = tx.execute(sa.select(sample.c.failures, sample.c.n_tokens).where(sample.c.id == claim.sample_id)).one()
     last = row.failures + 1 >= tx.settings.max_attempts
     at_rest = SampleStatus.ABORTED if row.n_tokens else SampleStatus.PENDING
@@ -295,7 +313,7 @@ def fail(tx: Tx, claim: Claim, error: str, backoff_s: float = 1.0) -> str:
 
 def begin_request(tx: Tx, claim: Claim, rid: str, engine: str | None, temperature: float | None, resumes: bool) -> None:
     """Record that an engine is asked to go on with a claimed sample. `resumes`: from tokens of an earlier request."""
-    tx.as_worker(claim.owner)
+    tx.as_owner_of(claim)
     if tx.execute(sa.select(request.c.id).where(request.c.rid == rid)).scalar() is not None:
         return
     _require_owner(tx, claim)
@@ -325,6 +343,9 @@ def begin_request(tx: Tx, claim: Claim, rid: str, engine: str | None, temperatur
 def end_request(tx: Tx, info: RequestInfo) -> None:
     """Close a request's row: generated = stored + lost(reason). No fence: what an engine did is a fact, also when
     its tokens came too late."""
+    for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "retractions"):
+        if (value := getattr(info, name)) is not None:
+            whole(name, value)
     generated = info.generated_tokens
     lost = None if generated is None else generated - request.c.stored_tokens
     tx.execute(
@@ -342,6 +363,7 @@ def end_request(tx: Tx, info: RequestInfo) -> None:
 def attach(tx: Tx, claim: Claim, name: str, array: Any, n_experts: int | None = None) -> None:
     """Store a named array beside the last segment of a claimed sample. "routed_experts" [rows, layers, top_k] is
     checked (rows = prompt + response tokens - 1) and narrowed by `n_experts`. Raises InvalidSegment, LeaseLost."""
+    tx.as_owner_of(claim)
     row = _require_owner(tx, claim)
     if row.n_segments == 0:
         raise InvalidSegment("an array needs a segment to stand beside", field=name)

@@ -105,7 +105,7 @@ def score(
     """Store a stage's result. The sample's reward is the sum over its stages. Raises LeaseLost, InvalidSetting."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not math.isfinite(value):
         raise InvalidSetting("reward", value, "a finite number; record a verifier's error with fail_stage")
-    tx.as_worker(claim.owner)
+    tx.as_owner_of(claim)
     tx.lock_groups([claim.group_id])
     changed = tx.execute(
         sa.update(stage)
@@ -139,7 +139,7 @@ def fail_stage(
     error kept: never a reward of 0. Returns the stage's new status."""
     if outcome not in (VERIFIER_ERROR, VERIFIER_TIMEOUT):
         raise InvalidSetting("outcome", outcome, f"{VERIFIER_ERROR} | {VERIFIER_TIMEOUT}")
-    tx.as_worker(claim.owner)
+    tx.as_owner_of(claim)
     tx.lock_groups([claim.group_id])
     failures = tx.execute(sa.select(stage.c.failures).where(stage.c.id == claim.stage_id)).scalar_one()
     last = failures + 1 >= tx.settings.max_attempts

@@ -18,11 +18,11 @@ from sqlalchemy.engine import Connection
 from samplestore import codec
 from samplestore.clock import db_now
 from samplestore.engine import Database
-from samplestore.errors import WorkerDead
+from samplestore.errors import NotInRun, WorkerDead
 from samplestore.models import Event, Run, SampleGroup, Worker
 from samplestore.statements import ledger
 from samplestore.states import Fate, WorkerState
-from samplestore.types import RunSettings
+from samplestore.types import Claim, RunSettings, StageClaim
 
 run, group, worker, event = (t.__table__ for t in (Run, SampleGroup, Worker, Event))
 
@@ -47,6 +47,13 @@ class Tx:
     def as_worker(self, worker_id: int) -> None:
         """Ledger entries from here on go to this worker's rows: no two processes fight for one."""
         self.worker_id = worker_id
+
+    def as_owner_of(self, claim: Claim | StageClaim) -> None:
+        """Write for the owner of a claim. Raises NotInRun for a claim of another run: its settings and ledger are not
+        this one's."""
+        if claim.run_id != self.run_id:
+            raise NotInRun("claim", [claim.sample_id])
+        self.as_worker(claim.owner)
 
     def require_live(self, worker_id: int) -> None:
         """Lock the worker's row against a reap and check it. Without, a claim that commits during a reap would be
@@ -111,7 +118,7 @@ class Tx:
         """Move the totals of workers that are gone to the shared rows, so that the table stays small."""
         removed = self.rows(
             sa.delete(ledger.total)
-            .where(ledger.total.c.worker_id.in_(worker_ids))
+            .where(ledger.total.c.run_id == self.run_id, ledger.total.c.worker_id.in_(worker_ids))
             .returning(ledger.total.c.fate, ledger.total.c.reason, ledger.total.c.version, ledger.total.c.amount)
         )
         for fate, reason, version, amount in removed:

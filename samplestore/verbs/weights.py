@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import sqlalchemy as sa
@@ -12,7 +13,7 @@ from samplestore.clock import db_now
 from samplestore.errors import InvalidSetting, LeaseLost, SampleStoreError
 from samplestore.models import EngineRow, Run, WeightVersionRow
 from samplestore.states import RunState
-from samplestore.types import WeightVersion
+from samplestore.types import WeightVersion, choice, plain_text, whole
 from samplestore.verbs import groups
 from samplestore.verbs.tx import Tx
 
@@ -32,10 +33,13 @@ def row_of(tx: Tx, number: int) -> Any:
 def publish(tx: Tx, path: str | None = None, step: int | None = None, label: str | None = None) -> WeightVersion:
     """Announce new weights: they become the run's current version. Repeating the call of one step and path on one
     timeline is harmless. `label`: what engines report for them; made up if not given, unique within the run."""
+    path = None if path is None else plain_text("path", os.fspath(path))
+    step = None if step is None else whole("step", step)
+    label = None if label is None else plain_text("label", label, 200)
     row = tx.lock_run()
     last = row_of(tx, row.current_version)
-    if step is not None and (last.step, last.path, last.timeline) == (step, path, row.timeline) and last.version:
-        return as_version(last)
+    if step is not None and (known := _published(tx, row.timeline, step, path)) is not None:
+        return as_version(known)
     taken = tx.execute(
         sa.select(version.c.version).where(version.c.run_id == tx.run_id, version.c.label == label)
     ).scalar()
@@ -52,6 +56,19 @@ def publish(tx: Tx, path: str | None = None, step: int | None = None, label: str
     groups.expire(tx)
     tx.event("publish", None, step=step, version=number, details={"path": path, "label": made["label"]})
     return as_version(row_of(tx, number))
+
+
+def _published(tx: Tx, timeline: int, step: int, path: str | None) -> Any:
+    """The version of this timeline that was announced for this step and path, also if newer ones followed: a trainer
+    that says it again, late, must not move the run back to old weights."""
+    same_path = version.c.path.is_(None) if path is None else version.c.path == path
+    return tx.execute(
+        sa.select(version)
+        .where(version.c.run_id == tx.run_id, version.c.timeline == timeline, version.c.step == step, same_path)
+        .where(version.c.version > 0)
+        .order_by(version.c.version.desc())
+        .limit(1)
+    ).one_or_none()
 
 
 def describe_first(tx: Tx, path: str | None, label: str) -> None:
@@ -157,9 +174,10 @@ def engine_updated(tx: Tx, held: dict[str, Any], label: str | None, error: str |
 
 def set_state(tx: Tx, state: str, reason: str | None = None) -> None:
     """running, paused or draining."""
+    wanted = choice("state", state, RunState)
     tx.lock_run()
-    tx.execute(sa.update(run).where(run.c.id == tx.run_id).values(state=RunState(state).value))
-    tx.event(f"run_{RunState(state).value}", reason)
+    tx.execute(sa.update(run).where(run.c.id == tx.run_id).values(state=wanted.value))
+    tx.event(f"run_{wanted.value}", reason)
 
 
 def abort_inflight(tx: Tx, reason: str) -> int:

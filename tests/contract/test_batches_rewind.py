@@ -294,7 +294,7 @@ def test_versions_are_never_reused_and_staleness_counts_along_the_timeline(store
     with run.database.reading() as connection:
         lag = sa.select(table.c.version, staleness.behind(run.id, table.c.version)).order_by(table.c.version)
         # 6 is one update after 5 (= 2); 3 is one update from 2 on the other branch: two steps apart
-        assert dict(connection.execute(lag).tuples().all()) == {0: 3, 1: 2, 2: 1, 3: 2, 4: 3, 5: 1, 6: 0}
+        assert {version: n for version, n in connection.execute(lag)} == {0: 3, 1: 2, 2: 1, 3: 2, 4: 3, 5: 1, 6: 0}
 
 
 def test_a_rewind_brings_stale_groups_back_into_the_window(store: Store) -> None:

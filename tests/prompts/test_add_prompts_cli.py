@@ -143,6 +143,7 @@ def test_parquet_with_other_names(db_url: str, model: Path, tokenizer: Tokenizer
 
 def test_json_output(sqlite_url: str, model: Path, jsonl: Path, tmp_path: Path) -> None:
     told = json.loads(call(sqlite_url, model, jsonl, "--json").stdout)
+    assert told.pop("schema_version") == 1
     assert told == {"run": "gsm8k", "added": 20, "existing": 0, "duplicates": 0, "invalid": 0, "invalid_rows": []}
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": ""}\n')
