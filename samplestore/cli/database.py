@@ -38,6 +38,8 @@ def upgrade(db: Db = None) -> None:
     from samplestore.errors import SchemaMismatch
 
     with _connected(db, must_exist=False) as found:
+        if found.is_sqlite:  # this command makes what is not there; the others only where the folder is
+            found.path.parent.mkdir(parents=True, exist_ok=True)
         before = migrations.current(found) if found.exists() else None
         if before is not None and not (before.isdigit() and int(before) <= int(migrations.REVISION)):
             raise SchemaMismatch(found.shown_url, before, migrations.REVISION, known=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samplestore.cli.common import AsJson, Db, RunName, opened, opened_run
+from samplestore.cli.common import AsJson, Db, RunName, existing, opened, opened_run
 from samplestore.cli.output import counts, duration, emit_json, fancy, pairs, say, table, when
 
 if TYPE_CHECKING:
@@ -23,7 +23,14 @@ def status(
     interval: Annotated[float, typer.Option("--interval", min=0.1, max=3600, help="Seconds between two looks.")] = 2.0,
 ) -> None:
     """What a run looks like now: samples, groups, staleness, workers, engines, batches, aborts."""
-    with opened_run(db, run) as found:
+    with opened(db) as store:
+        if run is None and not store.run_names():  # a new database is in order: nothing is wrong with it
+            if as_json:
+                emit_json({"run": None})
+            else:
+                say("no runs yet. Create one with: samplestore add-prompts FILE --run NAME")
+            return
+        found = existing(store, run)
         _show(found, as_json)
         try:
             while watch:

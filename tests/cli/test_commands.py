@@ -181,7 +181,9 @@ def test_a_file_that_is_no_database(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_not_there_exits_1(cli: Cli, db_url: str) -> None:
-    empty = cli("status", "--db", db_url)
+    new = cli("status", "--db", db_url)
+    assert new.code == 0 and new.out.endswith("samplestore add-prompts FILE --run NAME\n"), "a new database is in order"
+    empty = cli("check", "--db", db_url)
     assert empty.code == 1 and empty.err.endswith("samplestore add-prompts FILE --run NAME\n")
     with samplestore.open(db_url) as store:
         store.run("small")
