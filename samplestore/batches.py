@@ -7,7 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +18,15 @@ import sqlalchemy as sa
 from samplestore import codec
 from samplestore import tensors as packing
 from samplestore.advantages import METHODS
-from samplestore.errors import BatchTimeout, InvalidSetting, MissingLogprobs, SampleStoreError, StepHeld, WorkerFailed
+from samplestore.errors import (
+    BatchTimeout,
+    InvalidSetting,
+    MissingLogprobs,
+    SampleStoreError,
+    StepHeld,
+    WorkerDead,
+    WorkerFailed,
+)
 from samplestore.heart import Heart
 from samplestore.models import (
     BatchGroup,
@@ -149,7 +157,7 @@ def take(
     staleness_mode                 "oldest", "newest" or "mean" (see statements/staleness.py)
     stale                          "skip" groups beyond the window, or "mask" their tokens beyond it
     timeout                        seconds; None waits for ever
-    Raises BatchTimeout (with the reason), StepAlreadyCommitted, StepHeld, WorkerFailed.
+    Raises BatchTimeout (with the reason), StepAlreadyCommitted, StepHeld, WorkerDead, WorkerFailed.
     """
     settings = run.settings
     wanted = settings.groups_per_step if groups is None else groups
@@ -162,17 +170,22 @@ def take(
     }
     if advantages not in METHODS:
         raise InvalidSetting("advantages", advantages, " | ".join(METHODS))
-    owner = trainer_id(run)
     since, pause, tidy_at = time.monotonic(), 0.02, 0.0
     while True:
         waited = time.monotonic() - since
+        owner = trainer_id(run)
         try:
-            batch_id = run.transact(lambda tx: verbs.lease(tx, owner, step, wanted, policy))
+            batch_id = run.transact(partial(verbs.lease, worker_id=owner, step=step, n_groups=wanted, policy=policy))
         except StepHeld:
             # A trainer that was killed and started again meets its own lease, until its old row is reaped.
             if waited > 2 * settings.heartbeat_ttl_s:
                 raise
             batch_id = None
+        except WorkerDead:
+            # This process was away for longer than its ttl. It holds nothing yet, so it registers anew.
+            if (heart := run.database.hearts.pop(run.id, None)) is not None:
+                heart.stop()
+            continue
         if batch_id is not None:
             return Batch(run, _row(run, batch_id), owner)
         if timeout is not None and waited >= timeout:
@@ -180,7 +193,8 @@ def take(
         if time.monotonic() >= tidy_at:
             tidy_at = time.monotonic() + 1.0
             run.transact(prompts.admit)
-            run.transact(lambda tx: liveness.reap(tx, owner))
+            if run.database.hearts[run.id].may_reap:
+                run.transact(partial(liveness.reap, reaper_id=owner))
             _raise_worker_failure(run)
         time.sleep(min(pause, 0.5) if timeout is None else min(pause, 0.5, max(0.0, timeout - waited)))
         pause *= 1.3

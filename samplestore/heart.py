@@ -56,7 +56,7 @@ class Heart:
                 if self._on_dead:
                     self._on_dead()
                 return
-            except (SQLAlchemyError, StoreBusy) as error:  # the pool's timeout too: a heart that stops kills its worker
+            except Exception as error:  # whatever it is: a heart that stops kills its worker
                 log.warning("worker=%d heartbeat failed, trying again: %s", self.worker_id, error)
 
     def _beat(self) -> None:
@@ -68,9 +68,16 @@ class Heart:
         learnt = self.run.transact(lambda tx: liveness.heartbeat(tx, self.worker_id))
         if self._on_beat:
             self._on_beat(learnt)
-        if time.monotonic() >= self._reap_at:
+        if learnt.late:
+            # An outage or a suspended machine: everybody else's heartbeat has expired too. Let them beat first.
+            self._reap_at = time.monotonic() + self.run.settings.heartbeat_ttl_s
+        if self.may_reap:
             self._reap_at = time.monotonic() + max(1.0, self.run.settings.heartbeat_ttl_s / 4)
             self.run.transact(lambda tx: liveness.reap(tx, self.worker_id))
+
+    @property
+    def may_reap(self) -> bool:
+        return time.monotonic() >= self._reap_at
 
     def leave(self) -> None:
         """Stop, and say goodbye: what the worker still holds is free at once. Waiting for a reap does the same."""

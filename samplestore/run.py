@@ -176,9 +176,9 @@ class Run:
         """Free what dead workers hold, and samples that make no progress."""
         return self.transact(lambda tx: liveness.reap(tx, reaper))
 
-    def disown(self, worker: int, held: Sequence[int]) -> int:
-        """Free samples that `worker` owns without knowing (the answer of a claim was lost)."""
-        return self.transact(lambda tx: liveness.disown(tx, worker, held))
+    def disown(self, worker: int, held: Sequence[int], held_stages: Sequence[int] | None = None) -> int:
+        """Free samples and stages that `worker` owns without knowing (the answer of a claim was lost)."""
+        return self.transact(lambda tx: liveness.disown(tx, worker, held, held_stages))
 
     # -- weights and control
 

@@ -260,6 +260,7 @@ class Heartbeat:
     abort_seq: int
     abort_reason: str | None
     revision: str
+    late: bool = False  # the beat before had expired: whoever was away must not judge others at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def parse_json(data: bytes) -> Any:
     except orjson.JSONDecodeError:
         try:
             return json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineError("broken", f"not JSON: {data[:200]!r}") from error
 
 

@@ -41,7 +41,7 @@ class RolloutWorker:
         self.scorer_of = scorer_of  # (write) -> Scorer, or None: this worker scores nothing
         self.scorer: Scorer | None = None
         self.inflight: dict[int, Trajectory] = {}  # by sample id
-        self.scoring: set[asyncio.Task[None]] = set()
+        self.scoring: dict[int, asyncio.Task[None]] = {}  # by stage id
         self.stop_reason: str | None = None  # set once: stop claiming, let go of everything, leave
         self.draining = False  # stop claiming, finish what is held, leave
         self.abort_seq: int | None = None
@@ -266,11 +266,17 @@ class RolloutWorker:
         """Fill free slots: stages that somebody left, then samples. Whether anything came."""
         if self.current is None or not self.fleet.looked or not self.fleet.engines:
             return False  # what an engine serves must be known before it is asked: mode keep starts from it
+        before = self.run.database.reconnects
         got = await self._claim_stages()
         free = self.config.concurrency - len(self.inflight)
-        if self.current.state != RunState.RUNNING or free <= 0:
-            return got
-        before = self.run.database.reconnects
+        if self.current.state == RunState.RUNNING and free > 0:
+            got = await self._claim_samples(free) or got
+        if self.run.database.reconnects != before:
+            # A claim may have been committed and its answer lost: what it took is ours without our knowing.
+            await self.write(liveness.disown, self.worker_id, list(self.inflight), list(self.scoring))
+        return got
+
+    async def _claim_samples(self, free: int) -> bool:
         claims = await self.write(samples.claim, self.worker_id, free)
         if len(claims) < free and await self.write(lambda tx, _: prompts.admit(tx)):
             claims += await self.write(samples.claim, self.worker_id, free - len(claims))
@@ -278,10 +284,7 @@ class RolloutWorker:
         for claim in claims:
             trajectory = self.inflight[claim.sample_id] = Trajectory(claim, self, mine)
             trajectory.task = self._spawn(self._run(trajectory))
-        if self.run.database.reconnects != before:
-            # A claim may have been committed and its answer lost: those samples are ours without our knowing.
-            await self.write(liveness.disown, self.worker_id, list(self.inflight))
-        return got or bool(claims)
+        return bool(claims)
 
     async def _claim_stages(self) -> bool:
         room = 2 * self.config.reward_processes - len(self.scoring)
@@ -295,8 +298,8 @@ class RolloutWorker:
     def _score(self, claim: StageClaim) -> None:
         assert self.scorer is not None
         task = self._spawn(self.scorer.score(claim))
-        self.scoring.add(task)
-        task.add_done_callback(self.scoring.discard)
+        self.scoring[claim.stage_id] = task
+        task.add_done_callback(lambda _: self.scoring.pop(claim.stage_id, None))
         task.add_done_callback(lambda _: self.wake.set())
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -318,16 +321,13 @@ class RolloutWorker:
 
     async def _let_everything_go(self, reason: str) -> None:
         """Abort what is in flight at the engines, store the partials, release the samples, end the rewards."""
-        self.stop_reason = self.stop_reason or reason
-        self._abort_all(self.stop_reason)
-        tasks = [*(t.task for t in self.inflight.values() if t.task), *self.scoring]
+        self._abort_all(reason)
+        tasks = [*(t.task for t in self.inflight.values() if t.task), *self.scoring.values()]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=self.config.drain_timeout_s)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        if reason == "worker declared dead":
-            self.stop_reason = None if self.stop_reason == reason else self.stop_reason
 
 
 def _log_failure(task: asyncio.Task[Any]) -> None:

@@ -90,7 +90,9 @@ def _ready(run_id: int, limit: int, policy: dict[str, Any]) -> Any:
     query = (
         sa.select(group.c.id, lag.label("lag"))
         .select_from(source)
-        .where(group.c.id.in_(chosen), lag.is_not(None))
+        # The state once more, on the row that is locked: when a drop or a requeue came between, PostgreSQL looks at
+        # that again, and not into the subquery.
+        .where(group.c.id.in_(chosen), group.c.state == GroupState.READY.value, lag.is_not(None))
         .order_by(group.c.number)
         .limit(limit)
         .with_for_update(of=group, key_share=True, skip_locked=True)

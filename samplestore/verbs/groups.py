@@ -243,7 +243,16 @@ def requeue(tx: Tx, sample_ids: Sequence[int], reason: str) -> int:
 
 def expire(tx: Tx) -> int:
     """Close groups of the window that can never be delivered: staleness only grows, so what is beyond
-    max_staleness stays there. With stale="mask" such groups are delivered, masked. Caller holds the run's lock."""
+    max_staleness stays there. With stale="mask" such groups are delivered, masked. Ready groups of unknown staleness
+    are never delivered, so they must not fill the window. Caller holds the run's lock."""
+    unknown = tx.rows(
+        sa.select(group.c.id)
+        .where(group.c.run_id == tx.run_id, group.c.state == GroupState.READY.value, group.c.oldest_version.is_(None))
+        .order_by(group.c.id)
+        .with_for_update(key_share=True)
+    )
+    if unknown:
+        close(tx, [row.id for row in unknown], GroupState.STALE, "unknown weight version")
     if tx.settings.stale == StalePolicy.MASK:
         return 0
     candidate = sa.select(group.c.id).where(

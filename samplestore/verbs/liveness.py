@@ -46,6 +46,9 @@ def heartbeat(tx: Tx, worker_id: int) -> Heartbeat:
     if tx.connection.dialect.name == "postgresql":
         # A lost heartbeat costs nothing, so it need not wait for the disk. Nothing else may do this.
         tx.execute(sa.text("SET LOCAL synchronous_commit = off"))
+    late = tx.execute(
+        sa.select(worker.c.heartbeat < db_now() - worker.c.ttl_s).where(worker.c.id == worker_id)
+    ).scalar()
     beaten = tx.execute(
         sa.update(worker)
         .where(worker.c.id == worker_id, worker.c.run_id == tx.run_id, worker.c.state == WorkerState.LIVE.value)
@@ -55,7 +58,7 @@ def heartbeat(tx: Tx, worker_id: int) -> Heartbeat:
         raise WorkerDead(worker_id)
     row = tx.execute(sa.select(run).where(run.c.id == tx.run_id)).one()
     revision = tx.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() or REVISION
-    return Heartbeat(row.state, row.current_version, row.abort_seq, row.abort_reason, str(revision))
+    return Heartbeat(row.state, row.current_version, row.abort_seq, row.abort_reason, str(revision), bool(late))
 
 
 def goodbye(tx: Tx, worker_id: int, error: str | None = None) -> None:
@@ -177,9 +180,9 @@ def _free_samples(tx: Tx, stuck: sa.ColumnElement[bool], reason: str) -> int:
     return len(ids)
 
 
-def disown(tx: Tx, worker_id: int, held: Sequence[int]) -> int:
-    """Free samples that this worker owns without knowing: a claim that was committed, its answer lost. `held`: the
-    sample ids that it does know."""
+def disown(tx: Tx, worker_id: int, held: Sequence[int], held_stages: Sequence[int] | None = None) -> int:
+    """Free samples and stages that this worker owns without knowing: a claim that was committed, its answer lost.
+    `held`, `held_stages`: the ids that it does know (None: leave stages alone). Returns how many were freed."""
     strays = tx.rows(
         sa.select(sample.c.id)
         .where(sample.c.owner == worker_id, sample.c.id.not_in(list(held)))
@@ -189,4 +192,14 @@ def disown(tx: Tx, worker_id: int, held: Sequence[int]) -> int:
     for row in strays:
         tx.execute(sa.update(sample).where(sample.c.id == row.id).values(status=st.STATUS_AT_REST, **st.LET_GO))
         samples.shift(tx, row.id, Fate.IN_FLIGHT, Fate.RESUMABLE)
-    return len(strays)
+    if held_stages is None:
+        return len(strays)
+    return (
+        len(strays)
+        + tx.execute(
+            sa.update(stage)
+            .where(stage.c.owner == worker_id, stage.c.status == StageStatus.PENDING.value)
+            .where(stage.c.id.not_in(list(held_stages)))
+            .values(**st.STAGE_LET_GO)
+        ).rowcount
+    )

@@ -230,8 +230,11 @@ def finish(
     """
     tx.as_owner_of(claim)
     row = _lock_group(tx, claim)
+    # Locked before its tokens are counted: an append or a claim that came between would be counted twice.
     stored = tx.execute(
-        sa.select(sample.c.finish_reason, sample.c.n_tokens).where(sample.c.id == claim.sample_id)
+        sa.select(sample.c.finish_reason, sample.c.n_tokens)
+        .where(sample.c.id == claim.sample_id)
+        .with_for_update(key_share=True)
     ).one()
     reason = codec.clean_text(finish_reason, 100) if finish_reason else stored.finish_reason
     new = (
@@ -289,7 +292,11 @@ def fail(tx: Tx, claim: Claim, error: str, backoff_s: float = 1.0) -> str:
     if not 0 <= backoff_s < 1e9:
         raise InvalidSetting("backoff_s", backoff_s, "seconds from 0")
     _lock_group(tx, claim)
-    row = tx.execute(sa.select(sample.c.failures, sample.c.n_tokens).where(sample.c.id == claim.sample_id)).one()
+    row = tx.execute(
+        sa.select(sample.c.failures, sample.c.n_tokens)
+        .where(sample.c.id == claim.sample_id)
+        .with_for_update(key_share=True)  # as in finish
+    ).one()
     last = row.failures + 1 >= tx.settings.max_attempts
     at_rest = SampleStatus.ABORTED if row.n_tokens else SampleStatus.PENDING
     status = SampleStatus.FAILED if last else at_rest
@@ -346,6 +353,7 @@ def end_request(tx: Tx, info: RequestInfo) -> None:
     for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "retractions"):
         if (value := getattr(info, name)) is not None:
             whole(name, value)
+    ended = None if info.finish_reason is None else codec.clean_text(info.finish_reason, 100)
     generated = info.generated_tokens
     lost = None if generated is None else generated - request.c.stored_tokens
     tx.execute(
@@ -355,7 +363,7 @@ def end_request(tx: Tx, info: RequestInfo) -> None:
             engine=sa.func.coalesce(info.engine, request.c.engine), prompt_tokens=info.prompt_tokens,
             cached_tokens=info.cached_tokens, generated_tokens=generated, lost_tokens=lost,
             lost_reason=info.lost_reason, retractions=info.retractions, queue_s=info.queue_s, e2e_s=info.e2e_s,
-            finish_reason=info.finish_reason, spec=info.spec, finished_at=db_now(),
+            finish_reason=ended, spec=info.spec, finished_at=db_now(),
         )
     )  # fmt: skip
 

@@ -81,6 +81,7 @@ def describe_first(tx: Tx, path: str | None, label: str) -> None:
 def see_engine(tx: Tx, url: str, label: str | None) -> dict[str, Any]:
     """Record an engine and what it reports. A label that no version of this run has leaves its version unknown.
     Raises SampleStoreError where the engine belongs to another run that is alive."""
+    label = None if label is None else codec.clean_text(label, 200)
     row = tx.execute(
         sa.select(engine).where(engine.c.url == url, engine.c.state != "gone").with_for_update(key_share=True)
     ).one_or_none()
@@ -130,7 +131,8 @@ def claim_engine(tx: Tx, worker_id: int, url: str) -> dict[str, Any] | None:
             engine.c.run_id == tx.run_id,
             engine.c.url == url,
             engine.c.state != "gone",
-            engine.c.owner.is_(None),
+            # its own claim again: the answer of the first was lost
+            sa.or_(engine.c.owner.is_(None), engine.c.owner == worker_id),
             engine.c.not_before <= db_now(),
             sa.or_(engine.c.version.is_(None), engine.c.version != target.version),
         )
@@ -148,6 +150,7 @@ def claim_engine(tx: Tx, worker_id: int, url: str) -> dict[str, Any] | None:
 def engine_updated(tx: Tx, held: dict[str, Any], label: str | None, error: str | None = None) -> None:
     """End an engine's update: it serves `label` now, or `error` says why not (it is tried again, ever more slowly).
     Raises LeaseLost."""
+    label = None if label is None else codec.clean_text(label, 200)
     number = None if label is None else tx.execute(
         sa.select(version.c.version).where(version.c.run_id == tx.run_id, version.c.label == label)
     ).scalar()  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 from samplestore import Store
 from samplestore.errors import LeaseLost, WorkerDead
 from samplestore.heart import Heart
+from samplestore.verbs import weights
 from tests.support import factory as f
 
 
@@ -203,3 +204,48 @@ def test_a_heart_says_when_it_was_declared_dead(store: Store) -> None:
     assert told.wait(30)
     assert heart.dead.is_set()
     heart.stop()
+
+
+def test_who_was_away_hears_so_before_judging_others(store: Store) -> None:
+    """After an outage everybody's heartbeat has expired; the first to come back must not reap the rest."""
+    run = f.make_run(store)
+    worker = f.register(run)
+    assert not run.heartbeat(worker).late
+    f.silence(run, worker)
+    assert run.heartbeat(worker).late
+    assert not run.heartbeat(worker).late
+
+
+def test_stages_whose_claim_was_not_heard_are_freed(store: Store) -> None:
+    run = f.make_run(store, stages=("reward",))
+    worker = f.register(run)
+    claim = run.claim(worker, 1)[0]
+    f.add(run, claim, 3)
+    run.finish(claim)
+    (heard,) = run.claim_stages(worker, 1)
+    assert run.disown(worker, [], [heard.stage_id]) == 0
+    assert run.disown(worker, [], []) == 1
+    assert [stage.stage_id for stage in run.claim_stages(worker, 1)] == [heard.stage_id]
+    f.sound(run)
+
+
+def test_an_engine_whose_claim_was_not_heard_is_claimed_again(store: Store) -> None:
+    run = f.make_run(store)
+    worker, other = f.register(run), f.register(run)
+    run.transact(lambda tx: weights.see_engine(tx, "http://127.0.0.1:1", "default"))
+    run.publish_weights(path="/w/1", step=1)
+    first = run.transact(lambda tx: weights.claim_engine(tx, worker, "http://127.0.0.1:1"))
+    assert run.transact(lambda tx: weights.claim_engine(tx, other, "http://127.0.0.1:1")) is None
+    again = run.transact(lambda tx: weights.claim_engine(tx, worker, "http://127.0.0.1:1"))
+    assert first is not None and again is not None and again["attempt"] == first["attempt"] + 1
+
+
+def test_groups_of_unknown_staleness_do_not_fill_the_window(store: Store) -> None:
+    run = f.make_run(store, prompts=8, epochs=None, max_staleness=0)
+    worker = f.register(run)
+    for claim in run.claim(worker, 100):
+        run.append(claim, [1], [-0.1], None)
+        run.finish(claim)
+    assert run.admit() == run.settings.window_groups
+    assert f.fates(run)["stale"] > 0
+    f.sound(run)
