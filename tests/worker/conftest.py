@@ -138,3 +138,12 @@ def any_bench(db_url: str, processes: Processes, tmp_path: Path) -> Iterator[Ben
     """On SQLite, and on PostgreSQL."""
     with made_bench(db_url, processes, tmp_path) as made:
         yield made
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The worker's second round, on PostgreSQL, is for `make test-all`: the store's own suites run on both databases
+    every time, and these take minutes."""
+    for item in items:
+        on_postgres = "postgres" in getattr(getattr(item, "callspec", None), "id", "")
+        if on_postgres and "any_bench" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
