@@ -79,19 +79,11 @@ def test_every_fate_is_explained() -> None:
 def test_every_setting_is_explained() -> None:
     text = (ROOT / "docs" / "reference" / "settings.md").read_text()
     empty = re.findall(r"^\| `(\w+)` \|.*\|\s*\|$", text, re.MULTILINE)
-    assert set(empty) <= {"reward_memory_mb", "update_timeout_s", "request_timeout_s", "abort_timeout_s"}
+    assert not empty
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_private_is_named(name: str) -> None:
     text = page(name).text
-    for pattern in (
-        r"/work/",
-        r"/tmp/",
-        r"/root/",
-        r"pypi\.",
-        r"pythonhosted",
-        r"download\.pytorch",
-        r"huggingface\.co",
-    ):
+    for pattern in (str(ROOT), r"/tmp/", r"/root/", r"/home/"):
         assert not re.search(pattern, text), f"{name} names {pattern}"

@@ -6,12 +6,11 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from samplestore.advantages import advantages  # noqa: E402
-from samplestore.examples import grpo  # noqa: E402
-from samplestore.examples.grpo import GrpoConfig  # noqa: E402
+from samplestore.advantages import advantages
+from samplestore.examples import grpo
+from samplestore.examples.grpo import GrpoConfig
 
 
 class Unigram(torch.nn.Module):  # type: ignore[misc]

@@ -6,11 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from samplestore.examples import tiny_model, tiny_task  # noqa: E402
+from samplestore.examples import tiny_model, tiny_task
 
 
 @pytest.fixture(scope="module")

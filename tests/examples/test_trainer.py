@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-import samplestore  # noqa: E402
-from samplestore.examples import checkpoints, tiny_model, tiny_task, trainer  # noqa: E402
-from samplestore.examples.checkpoints import CheckpointError  # noqa: E402
+import samplestore
+from samplestore.examples import checkpoints, tiny_model, tiny_task, trainer
+from samplestore.examples.checkpoints import CheckpointError
 
 N_STEPS = 3
 
