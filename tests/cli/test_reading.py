@@ -11,6 +11,7 @@ import pytest
 import samplestore
 from samplestore.models import Segment
 from tests.cli.conftest import ENGINE, Cli, Small
+from tests.support.factory import snapshot
 
 
 def lines(text: str) -> list[str]:
@@ -207,12 +208,22 @@ def test_engines_list(cli: Cli, small: Small) -> None:
 
 
 def test_reading_never_writes(cli: Cli, small: Small) -> None:
-    """Reading commands see a database that nobody changed: the file's data version stays."""
-    if not small.url.startswith("sqlite:///"):
-        pytest.skip("PostgreSQL refuses writes of the read-only engine itself")
-    watcher = sqlite3.connect(small.url.removeprefix("sqlite:///"))
-    before = watcher.execute("PRAGMA data_version").fetchone()
+    """What a run holds is the same before and after every reading command."""
+    with samplestore.open(small.url) as store:
+        before = snapshot(store.run("small"))
     for command in ("status", "why", "runs", "groups", "ledger", "check", "doctor"):
         assert cli(command, "--db", small.url).code == 0
+    with samplestore.open(small.url) as store:
+        assert snapshot(store.run("small")) == before
+
+
+def test_reading_never_touches_a_sqlite_file(cli: Cli, sqlite_url: str) -> None:
+    """The file's data version stays: nobody has committed to it."""
+    with samplestore.open(sqlite_url) as store:
+        store.run("small")
+    watcher = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"))
+    before = watcher.execute("PRAGMA data_version").fetchone()
+    for command in ("status", "why", "runs", "groups", "ledger", "check", "doctor"):
+        assert cli(command, "--db", sqlite_url).code == 0
     assert watcher.execute("PRAGMA data_version").fetchone() == before
     watcher.close()
