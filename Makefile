@@ -1,4 +1,4 @@
-# make install | demo | test | test-all | lint | wheel | clean        PYTHON=python3.12 picks another interpreter
+# make install | demo | test | test-all | sglang | test-sglang | bench | lint | wheel | clean        PYTHON=python3.12 picks another interpreter
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,20 +7,28 @@ STAMP := $(VENV)/.installed
 TYPES := build/types
 PYTEST := $(BIN)/python -m pytest
 
+# SGLang releases, separated by commas; "all" are those of workers/sglang/releases.py.
+SGLANG_RELEASES ?= newest,oldest
+
 # The tests' models are tiny: a second thread per process only fights with the other processes.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint types wheel clean
+.PHONY: help install demo test test-all test-nightly test-crash sglang test-sglang bench lint types wheel clean
 
 help:
 	@echo "make install   a virtual environment in $(VENV) with everything, tests included"
 	@echo "make demo      install, then the whole loop on this machine: engines, router, worker, trainer, dashboard"
 	@echo "make test      install, lint, and all tests that take seconds"
-	@echo "make test-all  install, lint, and all tests"
+	@echo "make test-all  install, lint, and all tests but those on SGLang"
+	@echo "make test-nightly  10,000 random examples of all verbs against the model, on both databases; hours"
+	@echo "make test-crash  1,000 kills of workers, trainers, engines and the database, and 100 of whole stacks; an hour"
+	@echo "make sglang    install SGLang beside, in .sglang: newest and oldest release, or SGLANG_RELEASES=0.5.18 | all"
+	@echo "make test-sglang  the tests on real SGLang, on the same releases"
+	@echo "make bench     speed of the store against the plain drivers, a quick look; benchmarks/store.md has the long one"
 	@echo "make lint      ruff, mypy and the layers of .importlinter"
 	@echo "make wheel     dist/samplestore-*.whl"
-	@echo "make clean     remove what was built (not $(VENV))"
+	@echo "make clean     remove what was built (not $(VENV), not .sglang)"
 
 install: $(STAMP)
 
@@ -38,16 +46,42 @@ demo: install
 	$(BIN)/samplestore demo --db demo/rollouts.db
 
 test: install lint
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not sglang"
 
 test-all: install lint
-	$(PYTEST)
+	$(PYTEST) -m "not sglang"
+
+# A failing example is printed with the line that repeats it.
+MODEL_EXAMPLES ?= 10000
+
+test-nightly: install
+	SAMPLESTORE_MODEL_EXAMPLES=$(MODEL_EXAMPLES) $(PYTEST) tests/model --timeout 0
+
+# Prints its seeds and progress, and at the end how often each named point was hit: CRASH_HITS times at the least.
+CRASH_KILLS ?= 1000
+CRASH_HITS ?= 10
+CRASH_STACK_KILLS ?= 100
+CRASH_SEED ?= $(shell date +%s)
+
+test-crash: install
+	$(BIN)/python -m tests.crash --seed $(CRASH_SEED) --kills $(CRASH_KILLS) --each 80 --hits $(CRASH_HITS)
+	$(BIN)/python -m tests.crash --level full --seed $(CRASH_SEED) --kills $(CRASH_STACK_KILLS) --each 35 --prompts 60
+
+sglang: install
+	$(BIN)/samplestore sglang install --release $(SGLANG_RELEASES)
+
+test-sglang: sglang
+	SAMPLESTORE_TEST_SGLANG=$(SGLANG_RELEASES) $(PYTEST) -m sglang
+
+bench: install
+	$(BIN)/python benchmarks/store_speed.py --quick
 
 # samplestore.workers lives in workers/, and so on: checkers see the package as it is installed through links.
 types:
 	@rm -rf $(TYPES) && mkdir -p $(TYPES)/samplestore
-	@for entry in samplestore/* workers dashboard examples; do ln -s "../../../$$entry" $(TYPES)/samplestore/; done
-	@ln -s ../../tests $(TYPES)/tests
+	@for entry in samplestore/* workers dashboard examples; do \
+	  ln -sfn "../../../$$entry" "$(TYPES)/samplestore/$${entry##*/}"; done
+	@ln -sfn ../../tests $(TYPES)/tests
 
 lint: install types
 	$(BIN)/ruff check .
@@ -62,4 +96,4 @@ wheel: install
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . \( -path ./$(VENV) -o -path ./.sglang \) -prune -o -name __pycache__ -type d -exec rm -rf {} +

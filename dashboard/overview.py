@@ -76,6 +76,8 @@ def _numbers(data: source.Overview) -> None:
     left, right = st.columns(2, gap="large")
     left.html(parts.workers(data))
     right.html(parts.engines(data))
+    if sizes := parts.arrays(data):
+        st.html(sizes)
     st.html(parts.recent(data))
 
 

@@ -54,6 +54,7 @@ def health(data: Any) -> tuple[str, list[str]]:
     settled = lost + s["groups"]["consumed"]
     if settled >= 10 and lost * 4 > settled:
         warn.append(f"{lost} of {settled} settled groups were thrown away")
+    warn.extend(s["starving"])
     return ("bad" if bad else "warn" if warn else "ok"), [*bad, *warn]
 
 
@@ -190,6 +191,11 @@ def token_ledger(data: Any) -> str:
         notes.append(f"{count(lost)} more were lost at the engines ({why})")
     if requests["unexplained_tokens"]:
         notes.append(f"{count(requests['unexplained_tokens'])} are unexplained")
+    engines = book["engines"]
+    if engines["generated"] is not None:
+        exact = "about " if engines["inexact"] else ""
+        rest = f"{exact}{engines['unaccounted']:+,} beside what requests of this run were told"
+        notes.append(f"engines counted {count(engines['generated'])} generated, {rest}")
     wrong = "" if sum(by_fate.values()) == total else '<div class="bad">■ The parts do not add up to the total.</div>'
     return (
         f'<div class="ss"><div class="ss-title">Token ledger<span class="dim"><b>{count(total)}</b> tokens generated '
@@ -239,7 +245,7 @@ def engines(data: Any, most: int = 12) -> str:
     current, listed, rows = data.status["current_version"], data.status["engines"], []
     for e in listed[:most]:
         if e["state"] == "failed":
-            told = _mark("bad", "update failed") + f' <span class="dim">{line(e["error"] or "", 160)}</span>'
+            told = _mark("bad", "failed") + f' <span class="dim">{line(e["error"] or "", 160)}</span>'
         elif e["version"] is None:
             told = _mark("warn", f"reports {look.visible(str(e['label']), 40)}, unknown to this run")
         elif e["version"] == current:
@@ -253,6 +259,17 @@ def engines(data: Any, most: int = 12) -> str:
     else:
         body = table([("engine", ""), ("serves", "n"), ("", "")], rows)
     return f'<div class="ss"><div class="ss-title">Engines<span class="dim">{note}</span></div>{body}</div>'
+
+
+def arrays(data: Any) -> str:
+    """What named arrays take; nothing for a run that has none."""
+    sizes = data.status["arrays"]
+    if not sizes:
+        return ""
+    rows = [[line(a["name"], 64), count(a["arrays"]), f"{a['bytes'] / 1e6:,.1f} MB"] for a in sizes]
+    body = table([("array", ""), ("segments", "r"), ("size", "r")], rows)
+    note = "per-token arrays beside segments, in the database and in files"
+    return f'<div class="ss"><div class="ss-title">Named arrays<span class="dim">{note}</span></div>{body}</div>'
 
 
 def recent(data: Any) -> str:

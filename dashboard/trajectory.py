@@ -122,6 +122,9 @@ def _show(of: Run, name: tuple[int, int, int | None], head: Any) -> None:
         st.html(
             f'<div class="ss"><div class="ss-empty">No token was generated {where}; this is its prompt.</div></div>'
         )
+    if found.pruned:
+        told = "The response was pruned; its prompt and its segments are left."
+        st.html(f'<div class="ss"><div class="ss-empty">{told}</div></div>')
     _tokens(found)
     left, right = st.columns([1.15, 1], gap="large")
     left.html(sample_parts.segments(found))
@@ -136,8 +139,9 @@ def _tokens(t: Trajectory) -> None:
         bind="query-params", required=True, label_visibility="collapsed",
     )  # fmt: skip
     keys.html(sample_parts.legend(t, by or tokenview.BY_VERSION))
-    if t.n_tokens > PAGE_TOKENS:
-        pages, at = -(-t.n_tokens // PAGE_TOKENS), t.tokens.start // PAGE_TOKENS
+    there = t.n_prompt if t.pruned else t.n_tokens
+    if there > PAGE_TOKENS:
+        pages, at = -(-there // PAGE_TOKENS), t.tokens.start // PAGE_TOKENS
         with st.container(horizontal=True, vertical_alignment="center"):
             if st.button("◂ earlier", disabled=at == 0):
                 st.query_params["at"] = str((at - 1) * PAGE_TOKENS)

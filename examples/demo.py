@@ -1,8 +1,9 @@
 """`samplestore demo`: the whole loop on this machine, with real parts.
 
-A SQLite file, sglang-router, two engines, two workers and a trainer, each a process of its own. The trainer publishes
-new weights after every step; engines load them while samples are in flight, so that samples are aborted and resumed
-under the new weights. Half way a worker is killed with SIGKILL.
+A SQLite file, sglang-router, two engines, two workers and a trainer, each a process of its own. The engines are
+samplestore's own for the CPU or, with `--engine sglang`, SGLang servers on GPU or CPU. The trainer publishes new
+weights after every step; engines load them while samples are in flight, so that samples are aborted and resumed under
+the new weights. Half way a worker is killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from samplestore.workers.sglang.launch import Command, engine_command, router_command, small_model_flags
+from samplestore.workers.sglang.machine import find_sglang
+
 if TYPE_CHECKING:
     from samplestore.examples.supervisor import Supervisor
 
 RUN = "demo"
+ENGINES = ("embedded", "sglang")
 MARKER = "made-by-samplestore-demo"
 
 
@@ -40,7 +45,7 @@ class Plan:
     reward: str
     concurrency: int
     prompts: int
-    engine: list[str] = field(default_factory=list)
+    max_running: int
     trainer: list[str] = field(default_factory=list)
     flush_tokens: int = 32
     heartbeat_ttl_s: float = 4.0
@@ -51,11 +56,11 @@ PLANS = {
     "tiny": Plan(
         steps=48, groups=8, samples=8, max_staleness=2, max_new_tokens=96, learning_rate=3e-3,
         reward="samplestore.examples.tiny_task:reward", concurrency=48, prompts=400,
-        engine=["--max-running", "48", "--stream-interval", "8"],
+        max_running=48,
     ),
     "smollm2": Plan(
         steps=12, groups=4, samples=4, max_staleness=2, max_new_tokens=48, learning_rate=1e-5,
-        reward="reasoning_gym", concurrency=16, prompts=200, engine=["--max-running", "16", "--stream-interval", "8"],
+        reward="reasoning_gym", concurrency=16, prompts=200, max_running=16,
         trainer=["--micro-batch", "4", "--timeout", "1800"], heartbeat_ttl_s=15.0, must_rise=False,
     ),
 }  # fmt: skip
@@ -64,6 +69,7 @@ PLANS = {
 def demo(
     db: Annotated[Path, typer.Option(help="SQLite file to leave behind")] = Path("demo/rollouts.db"),
     model: Annotated[str, typer.Option(help="tiny | smollm2")] = "tiny",
+    engine: Annotated[str, typer.Option(help="embedded | sglang (see: samplestore sglang install)")] = "embedded",
     seed: Annotated[int, typer.Option(help="of model, prompts and order")] = 0,
     steps: Annotated[int | None, typer.Option(help="trainer steps")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the summary here too")] = None,
@@ -73,6 +79,10 @@ def demo(
 
     if model not in PLANS:
         raise InvalidSetting("--model", model, " | ".join(PLANS))
+    if engine not in ENGINES:
+        raise InvalidSetting("--engine", engine, " | ".join(ENGINES))
+    if engine == "sglang":
+        find_sglang()  # where there is none, say so before anything is made
     try:
         import sglang_router  # noqa: F401
         import torch  # noqa: F401
@@ -82,7 +92,7 @@ def demo(
     plan = PLANS[model]
     if steps is not None:
         plan = Plan(**{**plan.__dict__, "steps": steps})
-    raise typer.Exit(Demo(plan, model, db.resolve(), seed, json_file).run())
+    raise typer.Exit(Demo(plan, model, engine, db.resolve(), seed, json_file).run())
 
 
 def say(text: str = "") -> None:
@@ -90,8 +100,9 @@ def say(text: str = "") -> None:
 
 
 class Demo:
-    def __init__(self, plan: Plan, model: str, db: Path, seed: int, json_file: Path | None) -> None:
-        self.plan, self.model, self.db, self.seed, self.json_file = plan, model, db, seed, json_file
+    def __init__(self, plan: Plan, model: str, engine: str, db: Path, seed: int, json_file: Path | None) -> None:
+        self.plan, self.model, self.engine = plan, model, engine
+        self.db, self.seed, self.json_file = db, seed, json_file
         self.files = db.with_name(f"{db.stem}-files")
         self.base = self.files / "model"
         self.killed: list[str] = []
@@ -188,29 +199,25 @@ class Demo:
     def _command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "samplestore.cli", *arguments]
 
+    def _engine(self, port: int) -> Command:
+        if self.engine == "sglang":
+            more = ["--max-running-requests", str(self.plan.max_running), *small_model_flags()]
+            return engine_command(str(self.base), port=port, extra=more)
+        arguments = ["--model", str(self.base), "--port", str(port), "--max-running", str(self.plan.max_running)]
+        return Command(self._command("engine", *arguments), {})
+
     def _start(self, supervisor: Supervisor) -> None:
         from samplestore.examples.supervisor import free_ports, http_get, wait_until
 
         ports = free_ports(4)
         engines = [f"http://127.0.0.1:{port}" for port in ports[:2]]
         for i, port in enumerate(ports[:2]):
-            supervisor.start(
-                f"engine-{i}",
-                self._command("engine", "--model", str(self.base), "--port", str(port), *self.plan.engine),
-            )
+            command = self._engine(port)
+            supervisor.start(f"engine-{i}", command.argv, command.env)
         for url in engines:
-            wait_until(f"engine {url}", partial(_healthy, url), supervisor, 180)
+            wait_until(f"engine {url}", partial(_healthy, url), supervisor, 600)  # a GPU engine captures graphs first
         router = f"http://127.0.0.1:{ports[2]}"
-        supervisor.start(
-            "router",
-            [
-                sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(ports[2]),
-                "--prometheus-port", str(ports[3]), "--worker-urls", *engines,
-                # The worker owns retries: the router's would generate the same tokens again under the same id.
-                "--disable-retries", "--policy", "manual", "--health-check-interval-secs", "2",
-                "--health-failure-threshold", "2", "--health-success-threshold", "1",
-            ],
-        )  # fmt: skip
+        supervisor.start("router", router_command(engines, port=ports[2], metrics_port=ports[3]).argv)
         wait_until("router", lambda: len(json.loads(http_get(f"{router}/workers"))["workers"]) == 2, supervisor, 60)
         for i in range(2):
             supervisor.start(

@@ -56,14 +56,16 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> T
     """A_i = (r_i - mean(r of its group)) / (std(r of its group) + eps)   (GRPO, section 4.1).
 
     The group is its own baseline, so no value network is needed. std has n in the denominator. A group whose rewards
-    are all equal, or of one sample, teaches nothing: its advantages are 0. `batch.tensors()["advantages"]` holds the
-    same numbers; they are computed here so that the algorithm can be read in one place.
+    are all equal, or of one sample, teaches nothing: its advantages are 0. So is that of a sample whose reward could
+    not be had (NaN); its loss_mask is 0, and the others get theirs as if it were not there. What
+    `batch.tensors()["advantages"]` holds (NaN there) is computed here so that the algorithm can be read in one place.
 
     rewards float32 [B], group_ids int64 [B] (any numbers, in any order) -> float32 [B]
     """
     advantages = torch.zeros_like(rewards)
-    for group in sorted(set(group_ids.tolist())):
-        members = group_ids == group
+    known = ~rewards.isnan()
+    for group in sorted(set(group_ids[known].tolist())):
+        members = known & (group_ids == group)
         values = rewards[members]
         centred = values - values.mean()
         if bool((values != values[0]).any()):
@@ -159,7 +161,7 @@ def train_step(
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm, error_if_nonfinite=True)
         optimizer.step()
         metrics["grad_norm"] = float(norm)
-    metrics["reward"] = float(tensors["rewards"].mean())
+    metrics["reward"] = float(tensors["rewards"].nanmean())
     metrics["trained_tokens"] = trained
     metrics["useless_samples"] = float((advantages == 0).float().mean())
     return metrics

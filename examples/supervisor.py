@@ -30,6 +30,7 @@ class Child:
     name: str
     command: list[str]
     log: Path
+    environment: dict[str, str]
     process: subprocess.Popen[bytes]
     restarts: int = 0
     finished: bool = False  # it is meant to end (a trainer that is done), or has been told to
@@ -45,16 +46,18 @@ class Supervisor:
     children: dict[str, Child] = field(default_factory=dict)
     on_restart: Callable[[str, int], None] = lambda name, code: None
 
-    def start(self, name: str, command: list[str]) -> Child:
-        log = self.folder / f"{name}.log"
-        child = self.children[name] = Child(name, command, log, self._spawn(command, log))
+    def start(self, name: str, command: list[str], environment: dict[str, str] | None = None) -> Child:
+        """`environment` is added to what all processes have."""
+        log, variables = self.folder / f"{name}.log", {**self.environment, **(environment or {})}
+        child = Child(name, command, log, variables, self._spawn(command, log, variables))
+        self.children[name] = child
         return child
 
-    def _spawn(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    def _spawn(self, command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         with log.open("ab") as out:
             return subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=self.environment, start_new_session=True, preexec_fn=_die_with_parent,
+                env=environment, start_new_session=True, preexec_fn=_die_with_parent,
             )  # fmt: skip
 
     def watch(self) -> None:
@@ -70,7 +73,7 @@ class Supervisor:
             if child.restarts > MAX_RESTARTS:
                 raise ProcessDied(f"{child.name} died {child.restarts} times, last with {code}:\n{tail(child.log)}")
             self.on_restart(child.name, code)
-            child.process = self._spawn(child.command, child.log)
+            child.process = self._spawn(child.command, child.log, child.environment)
 
     def kill(self, name: str) -> None:
         os.kill(self.children[name].process.pid, signal.SIGKILL)

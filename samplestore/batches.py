@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import TracebackType
 from typing import Any
@@ -15,19 +16,22 @@ import numpy as np
 import numpy.typing as npt
 import sqlalchemy as sa
 
-from samplestore import codec
+from samplestore import codec, forks, hooks, masks, responses
 from samplestore import tensors as packing
 from samplestore.advantages import METHODS
 from samplestore.errors import (
+    ArrayNotStored,
     BatchTimeout,
     InvalidSetting,
     MissingLogprobs,
     SampleStoreError,
     StepHeld,
+    TokensPruned,
     WorkerDead,
     WorkerFailed,
 )
 from samplestore.heart import Heart
+from samplestore.media import Image
 from samplestore.models import (
     BatchGroup,
     BatchRow,
@@ -39,11 +43,22 @@ from samplestore.models import (
     WeightVersionRow,
     Worker,
 )
+from samplestore.queries import arrays as named_arrays
+from samplestore.queries import images, serving
 from samplestore.queries.why import why
 from samplestore.statements import staleness
-from samplestore.states import BatchState, SampleStatus, StalePolicy, WorkerKind, WorkerState
+from samplestore.statements.prepared import Prepared
+from samplestore.states import (
+    BatchState,
+    SampleStatus,
+    SegmentKind,
+    StalenessMode,
+    StalePolicy,
+    WorkerKind,
+    WorkerState,
+)
 from samplestore.tensors import BatchSample
-from samplestore.types import choice
+from samplestore.types import Why, choice
 from samplestore.verbs import batches as verbs
 from samplestore.verbs import liveness, prompts
 from samplestore.verbs.tx import Transactor
@@ -72,7 +87,7 @@ class Batch:
         self.current_version = int(row.current_version)
         self.policy: dict[str, Any] = dict(row.policy)
         self.n_groups, self.n_samples, self.n_tokens = int(row.n_groups), int(row.n_samples), int(row.n_tokens)
-        self.settled = row.state != BatchState.LEASED
+        self.settled = worker_id is None  # not by the row: a lease that was lost meanwhile must fail at its commit
 
     def __enter__(self) -> Batch:
         return self
@@ -113,17 +128,49 @@ class Batch:
     def samples(self) -> list[BatchSample]:
         return [s for g in self.groups for s in g.samples]
 
-    def tensors(self, device: Any = None, *, layout: str = "packed", advantages: str | None = None) -> dict[str, Any]:
-        """The batch as torch tensors; see samplestore.tensors for names, shapes and dtypes."""
-        method = advantages or str(self.policy.get("advantages", "grpo"))
-        return packing.tensors(self.samples, device, layout, method)
+    @cached_property
+    def images(self) -> list[list[Image]]:
+        """The images of each sample's prompt, in the order of `samples`; siblings share the objects. Read when asked
+        for: they may be larger than all the rest."""
+        wanted = {digest for s in self.samples for digest in s.images}
+        found = self._run.database.read(lambda c: images.read(c, self._run.id, sorted(wanted)))
+        return [[found[digest] for digest in s.images] for s in self.samples]
 
-    def arrays(self, *, layout: str = "packed", advantages: str | None = None) -> dict[str, npt.NDArray[Any]]:
+    def tensors(
+        self, device: Any = None, *, layout: str = "packed", advantages: str | None = None, named: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """The batch as torch tensors; see samplestore.tensors for names, shapes and dtypes.
+
+        named   named arrays to give too, e.g. ["teacher_log_probs"]: [T, ...] or [B, L, ...], and NAME_present, 1 where
+                a token has a row of it. Those of routed_experts stand at the token that went in, one before the one
+                that came out
+        Raises ArrayNotStored for one that no sample of the batch has, ArrayFileError.
+        """
+        return packing.as_torch(self.arrays(layout=layout, advantages=advantages, named=named), device)
+
+    def arrays(
+        self, *, layout: str = "packed", advantages: str | None = None, named: Sequence[str] = ()
+    ) -> dict[str, npt.NDArray[Any]]:
         """The same as numpy arrays."""
         method = advantages or str(self.policy.get("advantages", "grpo"))
-        return packing.arrays(self.samples, layout, method)
+        made = packing.arrays(self.samples, layout, method)
+        for name in named:
+            parts = _named_parts(self._run, self.samples, name)
+            made |= packing.named(self.samples, name, parts, layout)
+        return made
 
 
+def _named_parts(run: Transactor, samples: Sequence[BatchSample], name: str) -> dict[int, named_arrays.Whole]:
+    """A named array of each sample that has it. Raises ArrayNotStored, ArrayFileError."""
+    ids = [s.sample_id for s in samples]
+    found = run.database.read(lambda c: named_arrays.of_samples(c, ids, [name]))
+    if not found:
+        raise ArrayNotStored(name, run.database.read(lambda c: named_arrays.names_of(c, ids)))
+    lengths = run.database.read(lambda c: named_arrays.lengths(c, [id for id, _ in found]))
+    return {id: named_arrays.together(name, parts, *lengths[id], run.array_files) for (id, _), parts in found.items()}
+
+
+TELL_S = 30.0  # a wait that lasts longer is told to the log, and again whenever it has doubled
 _trainers_lock = threading.Lock()
 
 
@@ -145,37 +192,61 @@ def take(
     groups: int | None = None,
     *,
     max_staleness: int | None = None,
-    staleness_mode: str = "oldest",
+    staleness_mode: str | None = None,
     stale: str | None = None,
     advantages: str = "grpo",
     need_logprobs: bool = True,
+    mask_offpolicy: bool | None = None,
+    order: str | None = None,
+    buffer_filter: hooks.BufferFilter | None = None,
+    all_samples: hooks.AllSamples | None = None,
     timeout: float | None = None,
 ) -> Batch:
     """Wait until `groups` groups are ready inside the window, and lease them for `step`.
 
-    groups, max_staleness, stale   the run's settings where left out
-    staleness_mode                 "oldest", "newest" or "mean" (see statements/staleness.py)
-    stale                          "skip" groups beyond the window, or "mask" their tokens beyond it
-    timeout                        seconds; None waits for ever
-    Raises BatchTimeout (with the reason), StepAlreadyCommitted, StepHeld, WorkerDead, WorkerFailed.
+    groups, max_staleness, staleness_mode, stale, mask_offpolicy, order
+                                                   the run's settings where left out (types.RunSettings)
+    timeout                                        seconds; None waits for ever, and tells the log why
+    buffer_filter                                  slime's f(args, rollout_id, buffer, n), see hooks.choose
+    all_samples                                    slime's f(args, groups, data_source), see hooks.show_all
+    Raises BatchTimeout (with the reason), StepAlreadyCommitted, StepHeld, WorkerDead, WorkerFailed, InvalidSetting.
     """
     settings = run.settings
     wanted = settings.groups_per_step if groups is None else groups
     policy: dict[str, Any] = {
         "max_staleness": settings.max_staleness if max_staleness is None else max_staleness,
-        "staleness": staleness_mode,
+        "staleness": choice("staleness_mode", staleness_mode or settings.staleness_mode, StalenessMode).value,
         "stale": choice("stale", stale or settings.stale, StalePolicy).value,
         "advantages": advantages,
         "need_logprobs": need_logprobs,
+        "mask_offpolicy": settings.mask_offpolicy if mask_offpolicy is None else mask_offpolicy,
+        "order": settings.order if order is None else order,
     }
     if advantages not in METHODS:
         raise InvalidSetting("advantages", advantages, " | ".join(METHODS))
+    serving.probe(run.database, policy["order"])
     since, pause, tidy_at = time.monotonic(), 0.02, 0.0
+    tell_at = TELL_S
+    only: list[int] | None = None
+
+    def reasons() -> Why:
+        told = why(
+            run.database, run.id, settings, wanted, policy["max_staleness"], policy["staleness"], policy["stale"]
+        )
+        if only is None or len(only) >= wanted or told.ready_in_window < wanted:
+            return told
+        name = getattr(buffer_filter, "__name__", "") or repr(buffer_filter)
+        short = f"the buffer filter {name} returned {len(only)} of the {wanted} groups that the batch needs"
+        return replace(told, reasons=[("buffer_filter", short), *told.reasons])
+
     while True:
         waited = time.monotonic() - since
         owner = trainer_id(run)
         try:
-            batch_id = run.transact(partial(verbs.lease, worker_id=owner, step=step, n_groups=wanted, policy=policy))
+            only = None if buffer_filter is None else hooks.choose(run, buffer_filter, step, wanted, policy)
+            batch_id = run.transact(
+                partial(verbs.lease, worker_id=owner, step=step, n_groups=wanted, policy=policy, only=only)
+            )
         except StepHeld:
             # A trainer that was killed and started again meets its own lease, until its old row is reaped.
             if waited > 2 * settings.heartbeat_ttl_s:
@@ -187,91 +258,153 @@ def take(
                 heart.stop()
             continue
         if batch_id is not None:
-            return Batch(run, _row(run, batch_id), owner)
+            row = _row(run, batch_id)
+            if row.state == BatchState.LEASED:
+                made = Batch(run, row, owner)
+                if all_samples is not None:
+                    _show(run, all_samples, made)
+                return made
+            continue  # this process was away after its lease, and was reaped: it holds nothing, and registers anew
         if timeout is not None and waited >= timeout:
-            raise BatchTimeout(waited, why(run.database, run.id, settings, wanted, policy["max_staleness"]))
+            raise BatchTimeout(waited, reasons())
+        if waited >= tell_at:  # some waits have no end: nobody should have to guess
+            tell_at = waited * 2
+            log.warning("step %d has waited %.0f s for a batch. %s", step, waited, reasons())
         if time.monotonic() >= tidy_at:
             tidy_at = time.monotonic() + 1.0
             run.transact(prompts.admit)
             if run.database.hearts[run.id].may_reap:
                 run.transact(partial(liveness.reap, reaper_id=owner))
-            _raise_worker_failure(run)
+            raise_worker_failure(run)
         time.sleep(min(pause, 0.5) if timeout is None else min(pause, 0.5, max(0.0, timeout - waited)))
         pause *= 1.3
 
 
-def _raise_worker_failure(run: Transactor) -> None:
+def _show(run: Transactor, hook: hooks.AllSamples, of: Batch) -> None:
+    try:
+        hooks.show_all(run, hook, of.id)
+    except BaseException as error:
+        of.release(f"all-samples hook: {type(error).__name__}: {error}")
+        raise
+
+
+def raise_worker_failure(run: Transactor) -> None:
     """A fatal worker error ends the wait when no other rollout worker is left to do the work."""
     of_run = sa.and_(worker.c.run_id == run.id, worker.c.kind == WorkerKind.ROLLOUT.value)
-    with run.database.reading() as connection:
-        live = sa.select(sa.func.count()).where(of_run, worker.c.state == WorkerState.LIVE.value)
-        if connection.execute(live).scalar_one():
-            return
-        failed = connection.execute(sa.select(worker).where(of_run).order_by(worker.c.id.desc()).limit(1)).one_or_none()
+    live = sa.select(sa.func.count()).where(of_run, worker.c.state == WorkerState.LIVE.value)
+    # the last to go, whoever came last: if that one failed, nobody is left who did not
+    last = sa.select(worker).where(of_run).order_by(worker.c.ended_at.desc(), worker.c.id.desc()).limit(1)
+    failed = run.database.read(lambda c: None if c.execute(live).scalar_one() else c.execute(last).one_or_none())
     if failed is not None and failed.error is not None:
         raise WorkerFailed(failed.id, failed.name, failed.error)
 
 
 def _row(run: Transactor, batch_id: int) -> Any:
-    with run.database.reading() as connection:
-        return connection.execute(sa.select(batch).where(batch.c.id == batch_id)).one()
+    return run.database.read(lambda c: c.execute(sa.select(batch).where(batch.c.id == batch_id)).one())
 
 
 def replay(run: Transactor, step: int) -> Batch:
-    """The committed batch of `step` on the current lineage. Raises SampleStoreError if there is none."""
-    with run.database.reading() as connection:
-        row = connection.execute(
-            sa.select(batch).where(
-                batch.c.run_id == run.id, batch.c.step == step, batch.c.state == BatchState.COMMITTED.value
-            )
-        ).one_or_none()
+    """The committed batch of `step` on the current lineage. Raises SampleStoreError if there is none, TokensPruned."""
+    wanted = verbs.live_of_step(run.id, step).where(batch.c.state == BatchState.COMMITTED.value)
+    kept = sa.select(run_table.c.retention_step).where(run_table.c.id == run.id)
+    row, limit = run.database.read(lambda c: (c.execute(wanted).one_or_none(), c.execute(kept).scalar_one()))
     if row is None:
         raise SampleStoreError(f"run {run.name!r} has no committed batch of step {step}. See: samplestore status")
+    if step <= limit:
+        raise TokensPruned(f"step {step}", limit)
     return Batch(run, row, None)
 
 
+IN_BATCH = batch_group.join(sample, sample.c.group_id == batch_group.c.group_id)
+OF_BATCH = (batch_group.c.batch_id == sa.bindparam("of_batch")) & (sample.c.status != SampleStatus.FAILED.value)
+GROUPS = Prepared(
+    sa.select(
+        group.c.id, group.c.number, batch_group.c.staleness, prompt.c.label, prompt.c.metadata.label("meta"),
+        prompt.c.prompt_ids, prompt.c.images,
+    )
+    .select_from(
+        batch_group.join(group, group.c.id == batch_group.c.group_id).join(prompt, prompt.c.id == group.c.prompt_id)
+    )
+    .where(batch_group.c.batch_id == sa.bindparam("of_batch"))
+    .order_by(batch_group.c.position)
+)  # fmt: skip
+SAMPLES = Prepared(
+    sa.select(
+        sample.c.id, sample.c.group_id, sample.c.index.label("place"), sample.c.reward, sample.c.status,
+        sample.c.finish_reason, sample.c.removed, sample.c.parent_id, sample.c.parent_upto,
+    )
+    .select_from(IN_BATCH)
+    .where(OF_BATCH)
+    .order_by(batch_group.c.position, sample.c.index)
+)  # fmt: skip
+SEGMENTS = Prepared(
+    sa.select(
+        segment.c.sample_id, segment.c.loss, segment.c.kind, segment.c.version_min, segment.c.version_max,
+        segment.c.attempt, segment.c.request_rid, segment.c.payload,
+    )
+    .select_from(
+        IN_BATCH.join(segment, (segment.c.sample_id == sample.c.id) & (segment.c.incarnation == sample.c.incarnation))
+    )
+    .where(OF_BATCH)
+    .order_by(segment.c.sample_id, segment.c.seq)
+)  # fmt: skip
+
+
+PARENTS = (
+    sa.select(*segment.c)
+    .select_from(
+        segment.join(sample, (segment.c.sample_id == sample.c.id) & (segment.c.incarnation == sample.c.incarnation))
+    )
+    .where(sample.c.id.in_(sa.bindparam("ids", expanding=True)))
+    .order_by(segment.c.sample_id, segment.c.seq)
+)
+
+
+def _parents(connection: sa.Connection, samples: Sequence[Any]) -> Sequence[Any]:
+    """Segments of samples that failed and are not delivered themselves, but whose forks begin with them."""
+    missing = {row.parent_id for row in samples if row.parent_upto} - {row.id for row in samples}
+    return connection.execute(PARENTS, {"ids": sorted(missing)}).fetchall() if missing else []
+
+
 def _read(run: Transactor, of: Batch) -> list[BatchGroupView]:
-    """Everything of a batch in one snapshot: two queries, whatever its size."""
-    columns = (
-        sample.c.id, sample.c.index, sample.c.reward, sample.c.status, sample.c.finish_reason, sample.c.group_id,
-        group.c.number, prompt.c.prompt_ids, prompt.c.label, prompt.c.metadata.label("meta"), batch_group.c.staleness,
-    )  # fmt: skip
-    in_batch = batch_group.join(sample, sample.c.group_id == batch_group.c.group_id)
-    with run.database.reading() as connection:
-        rows = connection.execute(
-            sa.select(*columns)
-            .select_from(
-                in_batch.join(group, group.c.id == sample.c.group_id).join(prompt, prompt.c.id == group.c.prompt_id)
+    """Everything of a batch in one snapshot: three queries, whatever its size."""
+
+    def snapshot(connection: sa.Connection) -> tuple[Any, ...]:
+        asked = [question.rows(connection, {"of_batch": of.id}) for question in (GROUPS, SAMPLES, SEGMENTS)]
+        return *asked, _parents(connection, asked[1]), _lags(connection, run.id, of)
+
+    groups, samples, segments, shared, behind = run.database.read(snapshot)
+    pieces: dict[int, list[Any]] = defaultdict(list)
+    for piece in [*segments, *shared]:
+        pieces[piece.sample_id].append(piece)
+    views = {row.id: BatchGroupView(row.id, row.number, row.staleness, []) for row in groups}
+    prompts = {row.id: row for row in groups}
+    tokens = _Tokens(of, behind)
+    order = [*(row.id for row in samples), *dict.fromkeys(piece.sample_id for piece in shared)]
+    runs = {sample_id: tokens.runs(sample_id, pieces[sample_id]) for sample_id in order}
+    # Episodes give rewards without a stage, too: where some have one, a sample without is not one of 0.
+    rewarded = run.settings.gives_rewards or any(row.reward is not None for row in samples)
+    for row in samples:
+        about, response = prompts[row.group_id], runs[row.id]
+        prompt_ids = codec.ids_from(about.prompt_ids)
+        if row.parent_id is not None:
+            if not pieces[row.id]:
+                continue  # of an earlier life of its parent, and emptied (verbs/fanout.py)
+            prompt_ids, response = forks.delivered(row, prompt_ids, runs, response[0].ids.size)
+        unscored = row.reward is None and rewarded
+        if row.removed is not None or unscored:
+            response = tuple(run.untrained() for run in response)  # derived when read, as the staleness policy is
+        views[row.group_id].samples.append(
+            BatchSample(
+                sample_id=row.id, group_id=row.group_id, group_number=about.number, index=row.place,
+                prompt_ids=prompt_ids, runs=response, reward=row.reward, status=row.status,
+                finish_reason=row.finish_reason, label=codec.own(about.label), metadata=codec.own(about.meta or {}),
+                removed=row.removed, unscored=unscored,
+                rollout_id=row.id if row.parent_id is None else row.parent_id,
+                images=() if row.parent_id is not None and row.parent_upto is None else tuple(about.images or ()),
             )
-            .where(batch_group.c.batch_id == of.id, sample.c.status != SampleStatus.FAILED.value)
-            .order_by(batch_group.c.position, sample.c.index)
-        ).fetchall()
-        pieces = connection.execute(
-            sa.select(
-                segment.c.sample_id,
-                segment.c.n_tokens,
-                segment.c.loss,
-                segment.c.kind,
-                segment.c.version_min,
-                segment.c.payload,
-            )
-            .select_from(
-                in_batch.join(
-                    segment, (segment.c.sample_id == sample.c.id) & (segment.c.incarnation == sample.c.incarnation)
-                )
-            )
-            .where(batch_group.c.batch_id == of.id, sample.c.status != SampleStatus.FAILED.value)
-            .order_by(segment.c.sample_id, segment.c.seq)
-        ).fetchall()
-        behind = _lags(connection, run.id, of)
-    by_sample: dict[int, list[Any]] = defaultdict(list)
-    for piece in pieces:
-        by_sample[piece.sample_id].append(piece)
-    views: dict[int, BatchGroupView] = {}
-    for row in rows:
-        view = views.setdefault(row.group_id, BatchGroupView(row.group_id, row.number, row.staleness, []))
-        view.samples.append(_sample(row, by_sample[row.id], of, behind))
-    return list(views.values())
+        )  # fmt: skip
+    return [view for view in views.values() if view.samples]
 
 
 def _lags(connection: sa.Connection, run_id: int, of: Batch) -> dict[int, int]:
@@ -279,34 +412,33 @@ def _lags(connection: sa.Connection, run_id: int, of: Batch) -> dict[int, int]:
     if of.policy["stale"] != StalePolicy.MASK:
         return {}
     table = WeightVersionRow.__table__
-    rows = connection.execute(
-        sa.select(table.c.version, staleness.freshness(table).label("freshness"), table.c.depth).where(
-            table.c.run_id == run_id
-        )
-    ).fetchall()
-    depth = next(r.depth for r in rows if r.version == of.current_version)
-    return {r.version: depth - r.freshness for r in rows}
+    rows = connection.execute(sa.select(table.c.version, table.c.parent, table.c.depth).where(table.c.run_id == run_id))
+    return staleness.seen_from(of.current_version, rows.fetchall())
 
 
-def _sample(row: Any, pieces: list[Any], of: Batch, behind: dict[int, int]) -> BatchSample:
-    ids, logprobs, mask, versions = [], [], [], []
-    for piece in pieces:
-        tokens, probs = codec.decode(piece.payload)
-        n = tokens.size
-        trained = bool(piece.loss) and not (
-            # derived when read, never written: tokens beyond the window carry no gradient
-            of.policy["stale"] == StalePolicy.MASK
-            and behind.get(piece.version_min, of.policy["max_staleness"] + 1) > of.policy["max_staleness"]
-        )
-        if trained and probs is None and of.policy.get("need_logprobs", True):
-            raise MissingLogprobs(row.id)
-        ids.append(tokens)
-        logprobs.append(np.zeros(n, np.float32) if probs is None else probs)
-        mask.append(np.full(n, int(trained), np.uint8))
-        versions.append(np.full(n, -1 if piece.version_min is None else piece.version_min, np.int32))
-    return BatchSample(
-        sample_id=row.id, group_id=row.group_id, group_number=row.number, index=row.index,
-        prompt_ids=codec.ids_from(row.prompt_ids), response_ids=np.concatenate(ids), logprobs=np.concatenate(logprobs),
-        loss_mask=np.concatenate(mask), versions=np.concatenate(versions), reward=row.reward, status=row.status,
-        finish_reason=row.finish_reason, label=row.label, metadata=row.meta or {},
-    )  # fmt: skip
+class _Tokens:
+    """The response tokens of samples, and which of them are trained on."""
+
+    def __init__(self, of: Batch, behind: dict[int, int]) -> None:
+        self.policy, self.behind = of.policy, behind
+
+    def runs(self, sample_id: int, pieces: Sequence[Any]) -> responses.Runs:
+        """Those of a sample, a run for each segment. Raises MissingLogprobs."""
+        since = masks.resumed_at(pieces) if self.policy.get("mask_offpolicy") else 0
+        runs = []
+        for place, piece in enumerate(pieces):
+            tokens, probs = codec.decode(piece.payload)
+            trained = self._trained(piece) and (place >= since or piece.kind != SegmentKind.GENERATED)
+            if probs is None:
+                if trained and self.policy.get("need_logprobs", True):
+                    raise MissingLogprobs(sample_id)
+                probs = np.zeros(tokens.size, np.float32)
+            runs.append(responses.Run(tokens, probs, trained, -1 if piece.version_min is None else piece.version_min))
+        return tuple(runs)
+
+    def _trained(self, piece: Any) -> bool:
+        """Derived when read, never written: tokens beyond the window carry no gradient. No weights made those of an
+        environment, so they are behind none."""
+        window = self.policy["max_staleness"]
+        masks = self.policy["stale"] == StalePolicy.MASK and piece.kind == SegmentKind.GENERATED
+        return bool(piece.loss) and not (masks and self.behind.get(piece.version_min, window + 1) > window)

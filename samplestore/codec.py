@@ -1,27 +1,33 @@
 """Bytes of the store: segment payloads, token ids, named arrays, and text that both databases can hold.
 
 Payload of a segment: one format byte, then n token ids (int32, little-endian), then n log-probs (float32,
-little-endian). Format 1 has log-probs, format 2 has none (environment tokens, imports that lack them).
+little-endian). Format 1 has log-probs, format 2 has none (environment tokens, imports that lack them). Format 0 is what
+`samplestore prune` leaves: the byte alone; the row still says how many tokens it had.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from samplestore.errors import InvalidSegment
+from samplestore.errors import InvalidSegment, TokensPruned
 from samplestore.types import Floats, Ids
 
-WITH_LOGPROBS, IDS_ONLY = 1, 2
+PRUNED, WITH_LOGPROBS, IDS_ONLY = 0, 1, 2
+PRUNED_PAYLOAD = bytes([PRUNED])
+_I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
+_WITH_LOGPROBS, _IDS_ONLY = bytes([WITH_LOGPROBS]), bytes([IDS_ONLY])
 MAX_SEGMENT_TOKENS = 16_777_216
 MAX_TOKEN_ID = 2**31 - 1
 
 
-def as_ids(tokens: Any, field: str = "tokens") -> Ids:
-    """int32 [n] from any sequence of whole numbers. Raises InvalidSegment naming the first bad position."""
+def as_ids(tokens: Any, field: str = "tokens") -> npt.NDArray[np.integer[Any]]:
+    """Whole numbers [n], of any such dtype; `encode_many` looks whether they are token ids. Raises InvalidSegment."""
     try:
         array = np.asarray(tokens)
     except ValueError as error:  # lists within lists
@@ -32,17 +38,15 @@ def as_ids(tokens: Any, field: str = "tokens") -> Ids:
         raise InvalidSegment(f"{field} must have one dimension, not shape {array.shape}", field=field)
     if array.dtype.kind not in "iu":
         raise InvalidSegment(f"{field} must be whole numbers, not {array.dtype}", field=field)
-    bad = np.flatnonzero((array < 0) | (array > MAX_TOKEN_ID))
-    if bad.size:
-        at = int(bad[0])
-        raise InvalidSegment(f"{field} has {int(array[at])} at position {at}", field=field, position=at)
-    return array.astype("<i4", copy=False)
+    if array.size > MAX_SEGMENT_TOKENS:
+        raise InvalidSegment(f"{array.size} tokens; a segment holds at most {MAX_SEGMENT_TOKENS}", field=field)
+    return array
 
 
 def as_logprobs(logprobs: Any, n: int, *, required: bool) -> Floats | None:
-    """float32 [n], finite, or None. Raises InvalidSegment naming what is missing and where.
+    """float32 [n], or None; `encode_many` looks whether they are finite. Raises InvalidSegment naming what is missing.
 
-    required: these tokens are trained on, so that each needs a finite log-prob (promise 4).
+    required: these tokens are trained on, so that each needs a log-prob (promise 4).
     """
     if logprobs is None:
         if required and n:
@@ -57,16 +61,45 @@ def as_logprobs(logprobs: Any, n: int, *, required: bool) -> Floats | None:
             values = [_number_or_nan(v) for v in logprobs]
         except TypeError as error:
             raise InvalidSegment(f"log-probs are a {type(logprobs).__name__}, not a list", field="logprobs") from error
-    with np.errstate(over="ignore"):
-        array = np.asarray(values, dtype="<f4")
+    if getattr(values, "dtype", None) == np.float32:
+        array: Floats = values.astype("<f4", copy=False)
+    else:
+        with np.errstate(over="ignore"):
+            array = np.asarray(values, dtype="<f4")
     if array.shape != (n,):
         raise InvalidSegment(f"{n} tokens but {array.size} log-probs", field="logprobs")
-    bad = np.flatnonzero(~np.isfinite(array))
-    if bad.size:
-        at = int(bad[0])
-        shown = repr(logprobs[at])[:80]
-        raise InvalidSegment(f"log-prob at position {at} is {shown}, not finite", field="logprobs", position=at)
     return array
+
+
+def token_ids(tokens: Any, field: str = "tokens") -> Ids:
+    """int32 [n] from any sequence of token ids. Raises InvalidSegment naming the first bad position."""
+    ids = as_ids(tokens, field)
+    if ids.size:
+        _check_ids(ids, field)
+    return ids.astype("<i4", copy=False)
+
+
+def finite_logprobs(logprobs: Any, n: int, *, required: bool) -> Floats | None:
+    """float32 [n], all finite, or None. Raises InvalidSegment naming what is missing and where."""
+    probs = as_logprobs(logprobs, n, required=required)
+    if probs is not None:
+        _check_logprobs(probs, logprobs)
+    return probs
+
+
+def _check_ids(ids: npt.NDArray[np.integer[Any]], field: str = "tokens") -> None:
+    """Raises InvalidSegment naming the first bad position."""
+    if np.minimum.reduce(ids) < 0 or np.maximum.reduce(ids) > MAX_TOKEN_ID:
+        at = int(np.flatnonzero((ids < 0) | (ids > MAX_TOKEN_ID))[0])
+        raise InvalidSegment(f"{field} has {int(ids[at])} at position {at}", field=field, position=at)
+
+
+def _check_logprobs(logprobs: Floats, said: Any) -> None:
+    """Raises InvalidSegment naming the first position whose number is not finite, and what was given there."""
+    if not np.isfinite(logprobs).all():
+        at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+        shown = repr(said[at])[:80]
+        raise InvalidSegment(f"log-prob at position {at} is {shown}, not finite", field="logprobs", position=at)
 
 
 def _number_or_nan(value: Any) -> float:
@@ -79,12 +112,48 @@ def _number_or_nan(value: Any) -> float:
         return math.nan
 
 
+def encode_many(
+    segments: Sequence[tuple[npt.NDArray[np.integer[Any]], Floats | None]], said: Sequence[Any]
+) -> tuple[list[bytes], list[float]]:
+    """(payloads, sums of their log-probs) of segments: (as_ids, as_logprobs), each of one token or more. Looked
+    through together: numpy takes longer to be called than to look at a segment.
+
+    said   the log-probs as they were given, for the message
+    Raises InvalidSegment for the first that holds what is no token id, or no finite log-prob.
+    """
+    for ids, _ in segments:
+        if ids.dtype != np.int32:
+            _check_ids(ids)
+    whole = [ids.astype("<i4", copy=False) for ids, _ in segments]
+    there = [probs for _, probs in segments if probs is not None]
+    if np.minimum.reduce(_joined(whole)) < 0:
+        for ids in whole:
+            _check_ids(ids)
+    # As float64 a sum of float32 can't overflow: it is finite if they all are.
+    sums: list[float] = []
+    if there:
+        starts = list(accumulate((probs.size for probs in there[:-1]), initial=0))
+        sums = np.add.reduceat(_joined(there), starts, dtype=np.float64).tolist()
+    if not all(map(math.isfinite, sums)):
+        for (_, probs), given in zip(segments, said, strict=True):
+            if probs is not None:
+                _check_logprobs(probs, given)
+    left = iter(sums)
+    return (
+        [encode(ids, probs) for ids, (_, probs) in zip(whole, segments, strict=True)],
+        [0.0 if probs is None else next(left) for _, probs in segments],
+    )
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
 def encode(ids: Ids, logprobs: Floats | None) -> bytes:
-    if ids.size > MAX_SEGMENT_TOKENS:
-        raise InvalidSegment(f"{ids.size} tokens; a segment holds at most {MAX_SEGMENT_TOKENS}", field="tokens")
+    # join copies the arrays once
     if logprobs is None:
-        return bytes([IDS_ONLY]) + ids.astype("<i4", copy=False).tobytes()
-    return bytes([WITH_LOGPROBS]) + ids.astype("<i4", copy=False).tobytes() + logprobs.astype("<f4").tobytes()
+        return b"".join((_IDS_ONLY, np.ascontiguousarray(ids, "<i4").data))
+    return b"".join((_WITH_LOGPROBS, np.ascontiguousarray(ids, "<i4").data, np.ascontiguousarray(logprobs, "<f4").data))
 
 
 def payload_tokens(payload_length: int, fmt: int) -> int | None:
@@ -94,14 +163,27 @@ def payload_tokens(payload_length: int, fmt: int) -> int | None:
 
 
 def decode(payload: bytes) -> tuple[Ids, Floats | None]:
-    """(int32 [n], float32 [n] or None), read-only views into `payload`. Raises ValueError if it is damaged."""
+    """(int32 [n], float32 [n] or None), read-only views into `payload`. Raises ValueError if it is damaged,
+    TokensPruned."""
+    size = len(payload) - 1
+    if size > 0 and payload[0] == WITH_LOGPROBS and size % 8 == 0:  # most are
+        half = size // 8
+        return np.frombuffer(payload, _I4, half, 1), np.frombuffer(payload, _F4, half, 1 + 4 * half)
+    if payload == PRUNED_PAYLOAD:
+        raise TokensPruned("this segment")
     n = payload_tokens(len(payload), payload[0]) if payload else None
     if n is None:
         raise ValueError(f"damaged segment payload of {len(payload)} bytes")
-    ids = np.frombuffer(payload, dtype="<i4", count=n, offset=1)
-    if payload[0] == IDS_ONLY:
-        return ids, None
-    return ids, np.frombuffer(payload, dtype="<f4", count=n, offset=1 + 4 * n)
+    ids = np.frombuffer(payload, _I4, n, 1)
+    return ids, None if payload[0] == IDS_ONLY else np.frombuffer(payload, _F4, n, 1 + 4 * n)
+
+
+def own(value: Any) -> Any:
+    """A copy of a JSON value. Siblings share a prompt that was decoded once: what one of them changes in place, such as
+    a list of messages that grows, must not reach the others."""
+    if isinstance(value, dict):
+        return {key: own(item) for key, item in value.items()}
+    return [own(item) for item in value] if isinstance(value, list) else value
 
 
 def ids_bytes(ids: Ids) -> bytes:
@@ -121,13 +203,12 @@ def experts_dtype(n_experts: int) -> np.dtype[Any]:
     return np.dtype("<u2") if n_experts <= 65536 else np.dtype("<i4")
 
 
-def pack_experts(experts: Any, n_experts: int, *, prompt_tokens: int, response_tokens: int) -> npt.NDArray[Any]:
-    """Routed experts [rows, layers, top_k] in their narrowest dtype; rows = prompt + response tokens - 1.
+def pack_experts(experts: Any, n_experts: int, *, rows: int) -> npt.NDArray[Any]:
+    """Routed experts [rows, layers, top_k] in their narrowest dtype.
 
     Raises InvalidSegment where the rows or the values don't fit.
     """
     array = np.asarray(experts)
-    rows = prompt_tokens + response_tokens - 1
     if array.ndim != 3 or array.shape[0] != rows:
         got = array.shape[0] if array.ndim == 3 else f"shape {array.shape}"
         raise InvalidSegment(f"routed_experts has {got} rows, expected {rows}", field="routed_experts")
@@ -154,10 +235,15 @@ def encode_array(array: npt.NDArray[Any]) -> tuple[str, list[int], bytes]:
     return name, list(array.shape), np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).tobytes()
 
 
+def dtype_of(name: str) -> np.dtype[Any]:
+    """The little-endian dtype of a stored array. Raises ValueError."""
+    if name not in _DTYPES:
+        raise ValueError(f"unknown dtype {name!r}")
+    return np.dtype(name).newbyteorder("<")
+
+
 def decode_array(dtype: str, shape: list[int], data: bytes) -> npt.NDArray[Any]:
-    if dtype not in _DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}")
-    return np.frombuffer(data, dtype=np.dtype(dtype).newbyteorder("<")).reshape(shape)
+    return np.frombuffer(data, dtype=dtype_of(dtype)).reshape(shape)
 
 
 def clean_text(value: object, limit: int = 4000) -> str:

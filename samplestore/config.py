@@ -52,12 +52,29 @@ class WorkerConfig(BaseSettings):
 
     db                 database: a SQLite file or postgresql://...
     run                the run to serve; None is the only or newest one
-    router, engines    where to send requests: a router's URL, and/or URLs of engines
+    router, engines    where the engines are: a router's URL, and/or URLs of engines
+    dispatch           "router": requests go through the router; "direct": to the engines that it lists or that are
+                       given, the least loaded one for each group. None is the router where one is named
     concurrency        samples in flight at once
     flush_tokens       store a segment at the latest after this many new tokens
     flush_seconds      ... and after this many seconds
     mode               "stream" tokens; "sliced": calls of slice_tokens each; "unary": one call a sample
-    reward             reward function: a built-in name, MODULE:FUNCTION or FILE.py:FUNCTION
+    routed_experts     ask for the experts of every token and store them; the engines must be started for it
+    episode            several turns, tools, agents: MODULE:FUNCTION or FILE.py:FUNCTION, async def episode(ctx)
+    episode_max_calls  calls of ctx that one episode may make
+    episode_max_aborts an episode that was aborted and resumed more often than this fails
+    episode_step_timeout_s  seconds that a step of an episode may take, where it says nothing else
+    reward             [STAGE=]SPEC, or a list of them: a built-in name, MODULE:FUNCTION, FILE.py:FUNCTION, or the URL
+                       of a reward model; STAGE is "reward" if left out
+    reward_key         of an object that a reward function or model returns: which key is the reward
+    reward_args        what a function of slime's kind, f(args, sample), finds in args
+    reward_batch       samples in one request to a reward model
+    reward_tries       requests to a reward model, with growing pauses, before a sample has failed once
+    reward_concurrency requests at once to a reward model, or to a teacher
+    teacher            engines that fill the stage "teacher" with their log-probs
+    group_filter       the group filter "custom" of the run: MODULE:FUNCTION or FILE.py:FUNCTION, f(args, samples)
+    sample_filter      the sample filter "custom" of the run, f(args, [samples]), which sets remove_sample
+    filter_timeout_s   for one group; then the process of the filter is killed and the group tried again
     max_new_tokens     response budget of a sample, in tokens; None is the run's
     sampling           engine sampling parameters over those of the run
     poll_seconds       between two looks for work
@@ -68,6 +85,7 @@ class WorkerConfig(BaseSettings):
     update_timeout_s   for an engine to load weights
     update_engines     bring engines to the run's weights
     exit_when_done     end when the run's prompts are used up
+    max_queued         claim nothing more while every engine has more requests waiting than this; None never looks
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_WORKER, env_nested_delimiter="__", extra="forbid", frozen=True)
@@ -81,14 +99,29 @@ class WorkerConfig(BaseSettings):
     flush_seconds: Seconds = 2.0
     mode: Literal["stream", "sliced", "unary"] = "stream"
     slice_tokens: Whole = 256
-    reward: Annotated[str, Field(min_length=1)] | None = None
+    dispatch: Literal["router", "direct"] | None = None
+    routed_experts: bool = False
+    episode: Annotated[str, Field(min_length=1)] | None = None
+    episode_max_calls: Annotated[int, Field(ge=1, le=100_000)] = 1000
+    episode_max_aborts: Annotated[int, Field(ge=0, le=1_000_000)] = 100
+    episode_step_timeout_s: Seconds = 600
+    reward: Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode] = Field(default_factory=list, max_length=100)
+    reward_key: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    reward_args: dict[str, Any] = Field(default_factory=dict)
+    reward_batch: Annotated[int, Field(ge=1, le=4096)] = 1
+    reward_tries: Annotated[int, Field(ge=1, le=1000)] = 10
+    reward_concurrency: Annotated[int, Field(ge=1, le=10_000)] = 16
+    teacher: Annotated[list[str], NoDecode] = Field(default_factory=list, max_length=1000)
     reward_processes: Annotated[int, Field(ge=1, le=1024)] = 1
     reward_timeout_s: Seconds = 30
     reward_memory_mb: Annotated[int, Field(ge=64, le=1_000_000_000)] = 2048
+    group_filter: Annotated[str, Field(min_length=1)] | None = None
+    sample_filter: Annotated[str, Field(min_length=1)] | None = None
+    filter_timeout_s: Seconds = 30
     tokenizer: Annotated[str, Field(min_length=1)] | None = None
     max_new_tokens: Whole | None = None
     sampling: dict[str, Any] = Field(default_factory=dict)
-    poll_seconds: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False)] = 0.2
+    poll_seconds: Annotated[float, Field(ge=0.01, le=3600, allow_inf_nan=False)] = 0.5
     drain_timeout_s: Annotated[float, Field(ge=0, le=31_536_000, allow_inf_nan=False)] = 60
     update_engines: bool = True
     update_timeout_s: Seconds = 300
@@ -96,6 +129,7 @@ class WorkerConfig(BaseSettings):
     abort_timeout_s: Seconds = 10
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     exit_when_done: bool = False
+    max_queued: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
 
@@ -113,7 +147,7 @@ class WorkerConfig(BaseSettings):
         """Nothing but the arguments: load_worker_config reads file and environment, to know who set what."""
         return (init_settings,)
 
-    @field_validator("engines", mode="before")
+    @field_validator("engines", "reward", "teacher", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         """A list, JSON, or URLs separated by commas (what fits into an environment variable)."""
@@ -123,7 +157,7 @@ class WorkerConfig(BaseSettings):
             return [item.strip() if isinstance(item, str) else item for item in value if item != ""]
         return value
 
-    @field_validator("engines")
+    @field_validator("engines", "teacher")
     @classmethod
     def _engine_urls(cls, value: list[str]) -> list[str]:
         return list(dict.fromkeys(map(_http_url, value)))
@@ -133,7 +167,12 @@ class WorkerConfig(BaseSettings):
     def _router_url(cls, value: str | None) -> str | None:
         return None if value is None else _http_url(value)
 
-    @field_validator("sampling", mode="before")
+    @property
+    def direct(self) -> bool:
+        """Whether requests go to the engines themselves."""
+        return self.dispatch == "direct" or self.router is None
+
+    @field_validator("sampling", "reward_args", mode="before")
     @classmethod
     def _table(cls, value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import sqlite3
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -18,14 +20,23 @@ from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from samplestore import filesystem
-from samplestore.errors import DatabaseMissing, MissingExtra, SampleStoreError, StoreBusy
+from samplestore import driver, environment, faults, filesystem, pgcursor
+from samplestore.errors import (
+    DatabaseMissing,
+    DatabaseUnusable,
+    MissingExtra,
+    SampleStoreError,
+    StoreBusy,
+    StoreUnavailable,
+)
 from samplestore.gate import Gate
+from samplestore.kept import BEGUN, KeptConnections
+from samplestore.wal import LIMIT_PAGES, PAGES, Checkpointer
 
 T = TypeVar("T")
 
+OLDEST_SQLITE = (3, 38, 0)  # RETURNING, and JSON built in
 FIXED_SQLITE = (3, 51, 3)  # first release without the WAL-reset corruption
-WAL_PAGES = 8192  # 32 MiB before a checkpoint: the default 4 MiB makes one append in a hundred wait for one
 RETRY_SQLSTATES = {"40001", "40P01"}  # serialization failure, deadlock
 LOCK_TIMEOUT_SQLSTATE = "55P03"
 MAX_CONFLICT_RETRIES = 20
@@ -56,6 +67,15 @@ def parse_url(url: str | URL) -> URL:
     raise SampleStoreError(f"{backend} databases are not supported; use sqlite:///FILE or postgresql://...")
 
 
+def _require_sqlite(url: str) -> None:
+    """Raises DatabaseUnusable where SQLite is too old for the statements."""
+    module = sqlite_module()
+    if module.sqlite_version_info < OLDEST_SQLITE:
+        needed = ".".join(map(str, OLDEST_SQLITE))
+        told = f"needs SQLite {needed} or newer, and this Python has {module.sqlite_version}"
+        raise DatabaseUnusable(url, told, "Run: pip install pysqlite3")
+
+
 class Database:
     """The writer engine, the read-only engine and the gate of one database.
 
@@ -79,10 +99,16 @@ class Database:
                 raise SampleStoreError("an in-memory database would not outlive this process; name a file")
             self.path = Path(self.url.database).absolute()
             filesystem.check(self.path)
+            _require_sqlite(self.shown_url)
             self.gate: Gate | None = Gate(f"{self.path}.gate", busy_s)
             self.writer, self.reader = self._sqlite_engine("rw"), self._sqlite_engine("ro")
+            self._kept: KeptConnections | None = KeptConnections(self.writer)
+            # An older SQLite may corrupt the WAL where a checkpoint meets a commit: there the writer does it itself.
+            fixed = sqlite_module().sqlite_version_info >= FIXED_SQLITE
+            self.checkpointer = Checkpointer(self._sqlite_writer, self.gate.hold) if fixed else None
+            _databases.add(self)
         else:
-            self.gate = None
+            self.gate = self.checkpointer = self._kept = None
             self.writer, self.reader = self._postgres_engine(read_only=False), self._postgres_engine(read_only=True)
 
     @property
@@ -93,34 +119,36 @@ class Database:
     def exists(self) -> bool:
         return not self.is_sqlite or self.path.exists()
 
-    def _sqlite_engine(self, mode: str) -> Engine:
+    def _sqlite_writer(self) -> Any:
+        return self._sqlite_connection("rw")
+
+    def _sqlite_connection(self, mode: str) -> Any:
         module = sqlite_module()
+        if mode == "ro" and not self.path.exists():
+            raise DatabaseMissing(self.shown_url)
+        flag = "ro" if mode == "ro" else "rwc"
+        self._wrote = self._wrote or mode == "rw"
+        try:
+            connection = module.connect(
+                f"file:{quote(str(self.path))}?mode={flag}",
+                uri=True,
+                check_same_thread=False,
+                isolation_level=None,  # the driver must begin nothing by itself: see _begin
+                timeout=self.busy_s,
+            )
+        except module.OperationalError as error:
+            raise DatabaseUnusable(self.shown_url, *environment.closed(self.path)) from error
+        self._pragmas(connection, mode)
+        return connection
 
-        def connect() -> Any:
-            if mode == "ro" and not self.path.exists():
-                raise DatabaseMissing(self.shown_url)
-            flag = "ro" if mode == "ro" else "rwc"
-            self._wrote = self._wrote or mode == "rw"
-            try:
-                connection = module.connect(
-                    f"file:{quote(str(self.path))}?mode={flag}",
-                    uri=True,
-                    check_same_thread=False,
-                    isolation_level=None,  # the driver must begin nothing by itself: see _begin
-                    timeout=self.busy_s,
-                )
-            except module.OperationalError as error:
-                raise SampleStoreError(
-                    f"cannot open {self.path}: {error}. Is its folder there and writable?"
-                ) from error
-            self._pragmas(connection, mode)
-            return connection
-
+    def _sqlite_engine(self, mode: str) -> Engine:
         engine = sa.create_engine(
             "sqlite://",
-            creator=connect,
-            module=module,
+            creator=lambda: self._sqlite_connection(mode),
+            module=sqlite_module(),
+            paramstyle="named",  # as PostgreSQL's: statements that are sent as strings take a mapping on both
             poolclass=sa.QueuePool,
+            pool_reset_on_return=None,  # every use ends with a commit or a rollback of its own
             pool_size=8,
             max_overflow=56,
             json_serializer=strict_json,
@@ -138,11 +166,11 @@ class Database:
             if answer != "wal":
                 raise SampleStoreError(f"{self.path}: this file system gives no WAL (got {answer}). Use a local disk.")
             run(f"PRAGMA synchronous={self.durability.upper()}")
-            run(f"PRAGMA wal_autocheckpoint={WAL_PAGES}")
+            run(f"PRAGMA wal_autocheckpoint={LIMIT_PAGES if self.checkpointer else PAGES}")
             run("PRAGMA journal_size_limit=67108864")
         run("PRAGMA foreign_keys=ON")
         run("PRAGMA mmap_size=0")  # never with several writers
-        run("PRAGMA cache_size=-65536")
+        run("PRAGMA cache_size=-16384")  # of each connection; the system caches the file itself
 
     def _postgres_engine(self, read_only: bool) -> Engine:
         try:
@@ -157,38 +185,88 @@ class Database:
         if read_only:
             settings |= {"default_transaction_read_only": "on", "statement_timeout": "120s"}
         options = " ".join(f"-c {key}={value}" for key, value in settings.items())
-        return sa.create_engine(
+        engine = sa.create_engine(
             self.url,
             pool_size=2,
             max_overflow=6,
-            pool_pre_ping=True,
-            isolation_level="REPEATABLE READ" if read_only else "READ COMMITTED",
-            connect_args={"options": options, "application_name": "samplestore"},
+            # A write is repeated when its connection turns out to be dead; asking before each would cost a round trip.
+            pool_pre_ping=read_only,
+            # Every use ends with a commit or a rollback of its own.
+            pool_reset_on_return=None,
+            isolation_level="REPEATABLE READ" if read_only else "AUTOCOMMIT",  # see pgcursor
+            connect_args={
+                "options": options, "application_name": "samplestore",
+                **({} if read_only else {"cursor_factory": pgcursor.cursor_class()}),
+            },
             json_serializer=strict_json,
-        )
+        )  # fmt: skip
+        if not read_only:
+            event.listen(engine, "begin", _begin_postgres)
+        return engine
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """One snapshot, read-only. Fetch, leave, then render: a reader that stays stops WAL truncation and vacuum."""
-        with self.reader.connect() as connection, connection.begin():
+        with self.explained(writing=False), self.reader.connect() as connection, connection.begin():
             yield connection
 
     @contextmanager
-    def writing(self, *, durable: bool = False) -> Iterator[Connection]:
-        """One write transaction, behind the gate on SQLite."""
-        with self.gate.hold() if self.gate else nullcontext():
-            with self.writer.connect().execution_options(
-                samplestore_write=True, samplestore_full=durable and self.durability != "full"
-            ) as connection:
-                with connection.begin():
-                    yield connection
-                _end_sqlite(connection)
+    def explained(self, *, writing: bool) -> Iterator[None]:
+        """Errors of the environment become typed ones that name the cure. Raises StoreUnavailable, DatabaseUnusable."""
+        try:
+            yield
+        except (DBAPIError, sqlite_module().Error) as error:
+            known = error if isinstance(error, DBAPIError) else DBAPIError(None, None, error)
+            told = environment.explain(self.shown_url, self.path if self.is_sqlite else None, known, writing=writing)
+            if told is None:
+                raise
+            raise told from error
 
-    def write(self, work: Callable[[Connection], T], *, durable: bool = False) -> T:
-        """Run `work` in one write transaction, and again if the database took it back. `work` can be repeated."""
+    @contextmanager
+    def writing(self, *, durable: bool = False) -> Iterator[Connection]:
+        """One write transaction, behind the gate on SQLite, that SQLAlchemy knows of: for whoever hands the connection
+        on, as migrations do. Verbs have `write`."""
+        full = durable and self.durability != "full"
+        with self._alone(), self._pooled(full) as connection:
+            yield connection
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self.explained(writing=True), self.gate.hold() if self.gate else nullcontext():
+            yield
+        if self.checkpointer:
+            self.checkpointer.committed()
+        faults.reached("committed")
+
+    @contextmanager
+    def _transaction(self, durable: bool, last: Callable[[], None] | None) -> Iterator[Connection]:
+        full = durable and self.durability != "full"
+        with self._alone(), self._keeping(full) as connection:
+            yield connection
+            with nullcontext() if self.is_sqlite else driver.committed(connection):
+                if last:
+                    last()
+
+    def _keeping(self, full: bool) -> AbstractContextManager[Connection]:
+        """Behind the gate, or two threads would both see the last room."""
+        return self._kept.transaction() if self._kept and not full and self._kept.room() else self._pooled(full)
+
+    @contextmanager
+    def _pooled(self, full: bool) -> Iterator[Connection]:
+        options = {"samplestore_write": True, "samplestore_full": full}
+        with self.writer.connect().execution_options(**options) as connection:
+            with connection.begin():
+                yield connection
+            _end_sqlite(connection)
+
+    def write(
+        self, work: Callable[[Connection], T], *, durable: bool = False, last: Callable[[], None] | None = None
+    ) -> T:
+        """Run `work` in one write transaction, and again if the database took it back. `work` can be repeated. `last`
+        sends what comes before the commit and reads no answer: PostgreSQL gets both in one round trip."""
 
         def once() -> T:
-            with self.writing(durable=durable) as connection:
+            with self._transaction(durable, last) as connection:
                 return work(connection)
 
         return self._repeated(once)
@@ -207,6 +285,11 @@ class Database:
         while True:
             try:
                 return once()
+            except StoreUnavailable:
+                deadline = deadline or time.monotonic() + self.reconnect_s
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(random.uniform(0.05, 0.2))
             except DBAPIError as error:
                 if _is_lock_timeout(error):
                     raise StoreBusy(self.shown_url, self.busy_s, None, None) from error
@@ -220,20 +303,59 @@ class Database:
                     self.reconnects += 1
                     deadline = deadline or time.monotonic() + self.reconnect_s
                     if time.monotonic() > deadline:
-                        raise
+                        raise environment.server_away(self.shown_url, error) from error
                     time.sleep(random.uniform(0.05, 0.2))
                 else:
                     raise
 
+    def close_connections(self) -> None:
+        """Close what is open and idle; the next use connects anew. For whoever replaces the database underneath."""
+        if self.checkpointer:
+            self.checkpointer.close()
+        self.reader.dispose()
+        self._close_kept()
+        self.writer.dispose()
+
+    def _close_kept(self) -> None:
+        if self._kept and self.gate:
+            with self.gate.hold():
+                self._kept.close()
+
     def close(self) -> None:
         while self.on_close:
             self.on_close.pop()()
+        if self.checkpointer:
+            self.checkpointer.close()
         self.reader.dispose()
         # Closing SQLite's last connection checkpoints: that belongs behind the gate too.
         with self.gate.hold() if self.gate and self._wrote else nullcontext():
+            if self._kept and self._wrote:
+                self._kept.close()
             self.writer.dispose()
         if self.gate:
             self.gate.close()
+
+    def _after_fork(self) -> None:
+        """In a child: a SQLite connection that crosses a fork corrupts what both write, and closing it may too. So they
+        are left open, and out of reach; the thread that checkpoints stayed in the parent."""
+        _inherited.append((self.writer.pool, self.reader.pool, self._kept))
+        self.writer.dispose(close=False)
+        self.reader.dispose(close=False)
+        self._kept = KeptConnections(self.writer)
+        if self.checkpointer and self.gate:
+            self.checkpointer = Checkpointer(self._sqlite_writer, self.gate.hold)
+
+
+_databases: weakref.WeakSet[Database] = weakref.WeakSet()  # on SQLite
+_inherited: list[Any] = []
+
+
+def _after_fork() -> None:
+    for database in list(_databases):
+        database._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def strict_json(value: Any) -> str:
@@ -245,9 +367,20 @@ def _begin_sqlite(connection: Connection) -> None:
     """BEGIN IMMEDIATE for writers only: a global one would make every reader take the write lock, and a deferred
     transaction that reads before it writes fails at once with SQLITE_BUSY_SNAPSHOT, whatever the busy timeout."""
     options = connection.get_execution_options()
+    if options.get(BEGUN):
+        return
     if options.get("samplestore_full"):
-        connection.exec_driver_sql("PRAGMA synchronous=FULL")
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("samplestore_write") else "BEGIN")
+        driver.run(connection, "PRAGMA synchronous=FULL")
+    driver.run(connection, "BEGIN IMMEDIATE" if options.get("samplestore_write") else "BEGIN")
+
+
+def _begin_postgres(connection: Connection) -> None:
+    """Whoever did not ask for a transaction, VACUUM for one, has none."""
+    raw: Any = connection.connection.driver_connection
+    if connection.get_execution_options().get("samplestore_write"):
+        pgcursor.owe_begin(raw)
+    else:
+        pgcursor.forget_begin(raw)
 
 
 def _end_sqlite(connection: Connection) -> None:

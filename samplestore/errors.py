@@ -31,6 +31,17 @@ class SchemaMismatch(SampleStoreError):
         super().__init__(f"{url} has schema revision {found}, this samplestore needs {expected}. {cure}")
 
 
+class DowngradeRefused(SampleStoreError):
+    """The older schema has no place for what is stored. Nothing was changed."""
+
+    def __init__(self, revision: str, what: str) -> None:
+        self.revision, self.what = revision, what
+        super().__init__(
+            f"schema revision {revision} has no place for {what}. Nothing was changed. "
+            "Restore a backup from before: samplestore restore BACKUP --db FILE"
+        )
+
+
 class UnsupportedFileSystem(SampleStoreError):
     """SQLite's WAL needs shared memory on one machine; this mount does not give it."""
 
@@ -53,6 +64,28 @@ class StoreBusy(SampleStoreError):
             f"waited {waited_s:.1f} s for the writer gate {path}; {who}{held}. "
             f"Look at it with: ps -fp {holder_pid or '<pid>'}"
         )
+
+
+class StoreUnavailable(StoreBusy):
+    """The database takes nothing for now: its disk is full, or its server is away or out of connections. Nothing was
+    changed and nothing is lost; the same call can be made again, which is what workers do until it is over."""
+
+    exit_code = 3
+
+    def __init__(self, url: str, problem: str, cure: str) -> None:
+        self.url, self.problem, self.cure = url, problem, cure
+        self.path, self.waited_s, self.holder_pid, self.since = url, 0.0, None, None
+        SampleStoreError.__init__(self, f"{url} can't be used for now: {problem}. Nothing was changed. {cure}")
+
+
+class DatabaseUnusable(SampleStoreError):
+    """The database can't be used as it is, and waiting does not help: it is none, or damaged, or closed to us."""
+
+    exit_code = 3
+
+    def __init__(self, url: str, problem: str, cure: str) -> None:
+        self.url, self.problem, self.cure = url, problem, cure
+        super().__init__(f"{url} {problem}. {cure}")
 
 
 class RunNotFound(SampleStoreError):
@@ -80,6 +113,23 @@ class InvalidSetting(SampleStoreError):
     def __init__(self, name: str, value: Any, allowed: str) -> None:
         self.name, self.value, self.allowed = name, value, allowed
         super().__init__(f"setting {name}={value!r} is not allowed; use {allowed}")
+
+
+class ArrayNotStored(SampleStoreError):
+    """A batch was asked for a named array that none of its samples has."""
+
+    def __init__(self, name: str, have: list[str]) -> None:
+        self.name, self.have = name, have
+        stored = ", ".join(have) or "none"
+        super().__init__(f"no sample of this batch has an array {name!r}; stored: {stored}. See: samplestore status")
+
+
+class ArrayFileError(SampleStoreError):
+    """A side-car file of a named array can't be written, is not there, or is damaged."""
+
+    def __init__(self, place: str, problem: str, command: str) -> None:
+        self.place, self.problem = place, problem
+        super().__init__(f"array files in {place}: {problem}. Look further with: {command}")
 
 
 class WorkerDead(SampleStoreError):
@@ -151,6 +201,18 @@ class BatchTimeout(SampleStoreError):
         super().__init__(f"no batch after {waited_s:.0f} s. {why}")
 
 
+class AbortTimeout(SampleStoreError):
+    """Samples were still held by their workers after an abort was asked for and waited for; it stays asked for."""
+
+    def __init__(self, waited_s: float, samples: list[int]) -> None:
+        self.waited_s, self.samples = waited_s, samples
+        shown = ", ".join(map(str, samples[:5])) + (", ..." if len(samples) > 5 else "")
+        super().__init__(
+            f"{len(samples)} samples are still in flight after {waited_s:.0f} s ({shown}). "
+            "Free what dead workers hold with: samplestore reap"
+        )
+
+
 class WorkerFailed(SampleStoreError):
     """A worker of this run reported a fatal error while the trainer was waiting."""
 
@@ -191,7 +253,67 @@ class RewindTooFar(SampleStoreError):
 
     def __init__(self, step: int, limit: int, why: str) -> None:
         self.step, self.limit, self.why = step, limit, why
-        super().__init__(f"cannot rewind to step {step}: {why} {limit}")
+        super().__init__(
+            f"cannot rewind to step {step}: {why} {limit}. The oldest step that is left: samplestore rewind {limit}"
+        )
+
+
+class TokensPruned(SampleStoreError):
+    """Tokens were asked for that `samplestore prune` has removed. Counters, versions and rewards are still there.
+
+    limit   steps up to this one were pruned; None: not known where it was noticed
+    """
+
+    def __init__(self, what: str, limit: int | None = None) -> None:
+        self.what, self.limit = what, limit
+        up_to = "" if limit is None else f" (retention: steps up to {limit})"
+        super().__init__(f"the tokens of {what} were pruned{up_to}. What is kept: samplestore groups --state consumed")
+
+
+class RunInUse(SampleStoreError):
+    """A whole run can't be removed, nor a database replaced, while workers or trainers are alive on it."""
+
+    def __init__(self, what: str, workers: list[int]) -> None:
+        self.what, self.workers = what, workers
+        shown = ", ".join(map(str, workers[:5])) + (", ..." if len(workers) > 5 else "")
+        super().__init__(
+            f"{what} is in use by {len(workers)} live workers or trainers ({shown}). Stop them, and free what dead "
+            "ones hold with: samplestore reap"
+        )
+
+
+class ReadTooLong(SampleStoreError):
+    """A read session was open for too long and was ended: its snapshot kept the database from using space again."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        super().__init__(
+            f"this read session was ended after {limit_s:g} s: while it is open the database can't use space again. "
+            "Fetch what you need and leave it; for the next look open another: with store.session() as session: ..."
+        )
+
+
+class BackupError(SampleStoreError):
+    """A backup or a restore was refused or failed. Neither the database nor an older backup was changed."""
+
+
+class EvaluationTimeout(SampleStoreError):
+    """An evaluation was not done in time. It goes on."""
+
+    def __init__(self, evaluation_id: int, waited: float, left: int, why: str) -> None:
+        self.evaluation_id, self.waited, self.left, self.why = evaluation_id, waited, left, why
+        super().__init__(
+            f"evaluation {evaluation_id} is not done after {waited:.0f} s: {left} prompts are left. It goes on; see it "
+            f"with: samplestore eval --list. The run: {why}"
+        )
+
+
+class HookFailed(SampleStoreError):
+    """A hook of the trainer returned what it must not. Nothing was leased."""
+
+    def __init__(self, hook: str, why: str) -> None:
+        self.hook, self.why = hook, why
+        super().__init__(f"the {hook} can't be used: {why}. Nothing was leased; correct it and ask for the batch again")
 
 
 class MissingExtra(SampleStoreError):
@@ -200,3 +322,59 @@ class MissingExtra(SampleStoreError):
     def __init__(self, feature: str, extra: str) -> None:
         self.feature, self.extra = feature, extra
         super().__init__(f"{feature} needs more packages. Run: pip install 'samplestore[{extra}]'")
+
+
+class EpisodeDiverged(SampleStoreError):
+    """An episode that runs again asked for something else than what is recorded: its function was changed meanwhile,
+    or depends on what is not recorded (time, random numbers, another file)."""
+
+    def __init__(self, sample_id: int, number: int, recorded: str, asked: str) -> None:
+        self.sample_id, self.number, self.recorded, self.asked = sample_id, number, recorded, asked
+        super().__init__(
+            f"sample {sample_id}, call {number} of its episode: recorded is {recorded}, asked for is {asked}. Take "
+            f"what may differ through ctx.step, or start afresh: samplestore requeue {sample_id} --reason TEXT"
+        )
+
+
+class EpisodeTruncated(SampleStoreError):
+    """An episode has no room left for another token. Where the function does not catch it, the sample ends as
+    `truncated`."""
+
+    def __init__(self, sample_id: int, n_tokens: int) -> None:
+        self.sample_id, self.n_tokens = sample_id, n_tokens
+        super().__init__(
+            f"sample {sample_id} has no room after {n_tokens} response tokens: ctx.room says beforehand what is left. "
+            "More of it: samplestore worker --max-new-tokens N, as far as the model's context goes"
+        )
+
+
+class EpisodeLimit(SampleStoreError):
+    """An episode went beyond a bound of the worker."""
+
+    def __init__(self, sample_id: int, what: str, limit: int, setting: str | None = None) -> None:
+        self.sample_id, self.what, self.limit, self.setting = sample_id, what, limit, setting
+        cure = f"Allow more with: samplestore worker --{setting} N" if setting else "Keep it elsewhere, by name"
+        super().__init__(f"sample {sample_id}: {what}; the limit is {limit:,}. {cure}")
+
+
+class StepFailed(SampleStoreError):
+    """The function of an episode's step raised, or took too long. That is recorded: a replay raises it again. Catch it
+    to go on with the episode."""
+
+    def __init__(self, sample_id: int, number: int, name: str, error: str) -> None:
+        self.sample_id, self.number, self.name, self.error = sample_id, number, name, error
+        super().__init__(
+            f"sample {sample_id}, step {number} ({name}) failed: {error}. To try the sample afresh: "
+            f"samplestore requeue {sample_id} --reason TEXT"
+        )
+
+
+class OutcomeUnknown(StepFailed):
+    """A step was begun by a worker that died before it could say how it ended, and may not be done twice."""
+
+    def __init__(self, sample_id: int, number: int, name: str, key: str) -> None:
+        self.key = key
+        super().__init__(
+            sample_id, number, name,
+            f"outcome unknown: a worker died after it had begun (idempotency key {key}), and on_unknown is 'fail'",
+        )  # fmt: skip

@@ -7,6 +7,8 @@ checkpoints. PostgreSQL needs none.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import threading
@@ -15,7 +17,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from samplestore.errors import SampleStoreError, StoreBusy
+from samplestore.errors import DatabaseUnusable, StoreBusy, StoreUnavailable
 
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 
@@ -30,9 +32,15 @@ class _Lock:
         try:
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise SampleStoreError(
-                f"cannot open the writer gate {path}: {error.strerror}. Is its folder there and writable?"
-            ) from error
+            folder = os.path.dirname(path) or "."
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StoreUnavailable(path, "its disk is full", f"Make room: df -h {folder}") from error
+            if not os.path.isdir(folder):
+                raise DatabaseUnusable(
+                    path, "can't be made: there is no folder for it", f"Make it with: mkdir -p {folder}"
+                ) from error
+            told = f"can't be opened to write ({error.strerror})"
+            raise DatabaseUnusable(path, told, f"Look at the rights: ls -ld {folder}") from error
         self.queued = False  # a helper thread waits in flock: closing now would give it somebody else's file
 
     def close(self) -> None:
@@ -80,7 +88,8 @@ class Gate:
             fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._wait(lock, timeout_s)
-        os.pwrite(lock.fd, b"%-20d %-20f\n" % (os.getpid(), time.time()), 0)
+        with contextlib.suppress(OSError):  # a full disk: only the name of who holds it is missing then
+            os.pwrite(lock.fd, b"%-20d %-20f\n" % (os.getpid(), time.time()), 0)
 
     def _wait(self, lock: _Lock, timeout_s: float) -> None:
         """Queue for the lock in a helper thread: flock itself knows no time limit, and polling would lose our place

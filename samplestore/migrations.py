@@ -14,7 +14,7 @@ from samplestore.errors import DatabaseMissing, SampleStoreError, SchemaMismatch
 if TYPE_CHECKING:
     from alembic.config import Config
 
-REVISION = "0001"  # the head of alembic/versions; a test compares. Kept here so that opening needs no Alembic.
+REVISION = "0004"  # the head of alembic/versions; a test compares. Kept here so that opening needs no Alembic.
 ADVISORY_LOCK = 7_236_001
 
 
@@ -77,31 +77,64 @@ def require_current(database: Database) -> None:
 
 def upgrade(target: str | Database, revision: str = "head") -> str | None:
     """Migrate to `revision`; returns the revision reached. Safe to run from several processes at once."""
+    return _migrate(target, revision, "upgrade")
+
+
+def downgrade(target: str | Database, revision: str) -> str | None:
+    """Migrate back to an older `revision`, as far as nothing that is stored is lost; returns the revision reached.
+    Raises DowngradeRefused, SchemaMismatch where this samplestore does not know the way; then nothing was changed."""
+    database = target if isinstance(target, Database) else Database(target)
+    try:
+        found = current(database)
+        if found is None or not known(found) or not known(revision):
+            raise SchemaMismatch(database.shown_url, found, revision, known=found is None)
+        return _migrate(database, revision, "downgrade") if int(revision) < int(found) else found
+    finally:
+        if database is not target:
+            database.close()
+
+
+def known(revision: str) -> bool:
+    """Whether this samplestore has the migrations of a revision."""
+    return revision.isdigit() and 0 < int(revision) <= int(REVISION)
+
+
+def _migrate(target: str | Database, revision: str, direction: str) -> str | None:
+    """One transaction on both databases: killed in the middle, the old schema and all rows are there."""
     database = target if isinstance(target, Database) else Database(target)
     try:
         if database.is_sqlite:
-            _upgrade_sqlite(database, revision)
+            _migrate_sqlite(database, revision, direction)
         else:
             with database.writing(durable=True) as connection:
-                # two upgrades at once would both find the old schema
+                # two migrations at once would both find the old schema
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(ADVISORY_LOCK)))
-                _run(connection, revision)
+                _run(connection, revision, direction)
         return current(database)
     finally:
         if database is not target:
             database.close()
 
 
-def _upgrade_sqlite(database: Database, revision: str) -> None:
+def _migrate_sqlite(database: Database, revision: str, direction: str) -> None:
     """Foreign keys are off while tables are recreated: on, dropping a parent deletes every child row, silently."""
     assert database.gate is not None
-    with database.gate.hold(), database.writer.connect().execution_options(samplestore_write=True) as connection:
+    writer = database.writer
+    with (
+        database.explained(writing=True),
+        database.gate.hold(),
+        writer.connect().execution_options(samplestore_write=True) as connection,
+    ):
         raw = connection.connection.driver_connection
         assert raw is not None
+        if not raw.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+            # Before the first table, or never without a VACUUM. It lets a prune shrink the file in slices.
+            raw.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            raw.execute("VACUUM")
         raw.execute("PRAGMA foreign_keys=OFF")
         try:
             with connection.begin():
-                _run(connection, revision)
+                _run(connection, revision, direction)
                 broken = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall()
                 if broken:
                     raise SampleStoreError(
@@ -111,10 +144,10 @@ def _upgrade_sqlite(database: Database, revision: str) -> None:
             raw.execute("PRAGMA foreign_keys=ON")
 
 
-def _run(connection: Connection, revision: str) -> None:
+def _run(connection: Connection, revision: str, direction: str) -> None:
     from alembic import command
 
-    command.upgrade(alembic_config(connection), revision)
+    getattr(command, direction)(alembic_config(connection), revision)
 
 
 def differences(database: Database) -> list[Any]:

@@ -96,6 +96,13 @@ class Run(Base):
     abort_seq: Mapped[int] = mapped_column(default=0, comment="raised by abort_inflight; workers follow it")
     abort_reason: Mapped[str | None]
     retention_step: Mapped[int] = mapped_column(default=-1, comment="steps up to here were pruned; no rewind below")
+    # Steps of the modes sync and partial (verbs/steps.py). The defaults stand in the database too: added later.
+    step_filled: Mapped[int] = mapped_column(
+        default=-1, server_default=text("-1"), comment="weight version for which a step was filled with groups"
+    )
+    step_over: Mapped[int] = mapped_column(
+        default=-1, server_default=text("-1"), comment="weight version for which enough groups are ready or taken"
+    )
 
 
 class Timeline(Base):
@@ -133,11 +140,16 @@ class PromptRow(Base):
     """One dataset row. position is dense within a run, so that the serving order needs no scan."""
 
     __tablename__ = "prompt"
-    __table_args__ = (UniqueConstraint("run_id", "content_key"), UniqueConstraint("run_id", "position"), AUTO)
+    __table_args__ = (
+        UniqueConstraint("run_id", "content_key"),
+        UniqueConstraint("run_id", "position"),
+        Index("uq_prompt_dataset_position", "run_id", "dataset", "dataset_position", unique=True),
+        AUTO,
+    )
 
     id: Mapped[int] = mapped_column(Id, **ID)
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id"))
-    position: Mapped[int]
+    position: Mapped[int]  # negative: of an evaluation's data set, never served for training
     content_key: Mapped[str]
     dataset: Mapped[str]
     n_tokens: Mapped[int]
@@ -148,6 +160,55 @@ class PromptRow(Base):
     tools: Mapped[Any | None] = mapped_column(Json)
     template_args: Mapped[Any | None] = mapped_column(Json)
     prompt_ids: Mapped[bytes] = mapped_column(comment="int32 little-endian")
+    dataset_position: Mapped[int | None] = mapped_column(comment="dense within its data set")
+    images: Mapped[Any | None] = mapped_column(Json, comment="digests of its images, in order")
+
+
+class PromptImage(Base):
+    """An image that prompts of a run show: its bytes once, however many prompts have it."""
+
+    __tablename__ = "prompt_image"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), primary_key=True)
+    digest: Mapped[str] = mapped_column(primary_key=True, comment="hex sha256 of the bytes")
+    media_type: Mapped[str]
+    n_bytes: Mapped[int]
+    data: Mapped[bytes]
+
+
+class DatasetRow(Base):
+    """A named set of a run's prompts, and how far its own serving order stands (where the run serves by data set)."""
+
+    __tablename__ = "dataset"
+    __table_args__ = (CheckConstraint(one_of("purpose", states.Purpose), name="purpose"),)
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    purpose: Mapped[str] = mapped_column(default="train")
+    n_prompts: Mapped[int] = mapped_column(default=0)
+    n_served: Mapped[int] = mapped_column(default=0, comment="groups admitted from it")
+    epoch: Mapped[int] = mapped_column(default=0)
+    chunk_start: Mapped[int] = mapped_column(default=0)
+    chunk_stop: Mapped[int] = mapped_column(default=0)
+    chunk_next: Mapped[int] = mapped_column(default=0)
+
+
+class EvaluationRow(Base):
+    """One evaluation of a run's weights on a data set."""
+
+    __tablename__ = "evaluation"
+    __table_args__ = (UniqueConstraint("run_id", "dataset", "version", "settings_key"), AUTO)
+
+    id: Mapped[int] = mapped_column(Id, **ID)
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"))
+    dataset: Mapped[str]
+    version: Mapped[int] = mapped_column(comment="the run's current version when it began")
+    n_samples: Mapped[int] = mapped_column(comment="of each prompt")
+    n_groups: Mapped[int]
+    settings_key: Mapped[str] = mapped_column(comment="sha256 of what was asked")
+    max_new_tokens: Mapped[int | None]
+    created_at: Mapped[float]
+    sampling: Mapped[dict[str, Any]] = mapped_column(Json, comment="over the run's")
 
 
 class SampleGroup(Base):
@@ -160,6 +221,9 @@ class SampleGroup(Base):
         UniqueConstraint("run_id", "number"),
         Index("ix_sample_group_state", "run_id", "state", "number"),
         Index("ix_sample_group_window", "run_id", "number", **partial(one_of("state", states.IN_WINDOW))),
+        Index("ix_sample_group_prompt_id", "prompt_id"),  # a prompt that is deleted looks for its groups
+        Index("ix_sample_group_evaluation", "evaluation_id", **partial("evaluation_id IS NOT NULL")),
+        Index("uq_sample_group_import", "run_id", "import_key", unique=True, **partial("import_key IS NOT NULL")),
         HOT,
     )
 
@@ -184,6 +248,9 @@ class SampleGroup(Base):
     settled_at: Mapped[float | None]
     straggling_at: Mapped[float | None] = mapped_column(comment="when the group passed its deadline")
     superseded_by: Mapped[int | None]
+    pruned_at: Mapped[float | None] = mapped_column(comment="when its tokens went")
+    evaluation_id: Mapped[int | None] = mapped_column(comment="NULL: it is there to be trained on")
+    import_key: Mapped[str | None] = mapped_column(comment="what an import came from")
 
 
 class Sample(Base):
@@ -206,6 +273,7 @@ class Sample(Base):
         ),
         Index("ix_sample_owned", "owner", **partial("owner IS NOT NULL")),
         Index("ix_sample_run_status", "run_id", "status"),
+        Index("ix_sample_parent", "parent_id", **partial("parent_id IS NOT NULL")),
         HOT,
     )
 
@@ -244,6 +312,10 @@ class Sample(Base):
     progress_at: Mapped[float | None]
     finished_at: Mapped[float | None]
     finished_by: Mapped[int | None] = mapped_column(comment="worker.id")
+    removed: Mapped[str | None] = mapped_column(comment="why its tokens carry no loss")
+    n_without_logprob: Mapped[int] = mapped_column(
+        default=0, server_default=text("0"), comment="trained tokens that came without a log-prob (imports)"
+    )
 
 
 class Segment(Base):
@@ -279,6 +351,10 @@ class SegmentArray(Base):
     """A named array beside a segment: routed experts, teacher log-probs, ..."""
 
     __tablename__ = "segment_array"
+    __table_args__ = (
+        Index("ix_segment_array_size", "name", "n_bytes", "sample_id"),
+        Index("ix_segment_array_sidecar", "sidecar", **partial("sidecar IS NOT NULL")),
+    )
 
     sample_id: Mapped[int] = mapped_column(ForeignKey("sample.id"), primary_key=True)
     incarnation: Mapped[int] = mapped_column(primary_key=True)
@@ -287,8 +363,9 @@ class SegmentArray(Base):
     dtype: Mapped[str]
     shape: Mapped[Any] = mapped_column(Json, nullable=False)
     codec: Mapped[str]
-    sidecar: Mapped[str | None]
+    sidecar: Mapped[str | None]  # name of the file that holds it, under the run's array_url
     created_at: Mapped[float]
+    n_bytes: Mapped[int | None] = mapped_column(comment="of the array, wherever it lies")
     data: Mapped[bytes | None]
 
 
@@ -299,6 +376,9 @@ class Stage(Base):
     __table_args__ = (
         CheckConstraint(one_of("status", states.StageStatus), name="status"),
         UniqueConstraint("sample_id", "incarnation", "name"),
+        Index(
+            "uq_stage_group", "group_id", "incarnation", "name", unique=True, **partial("sample_id IS NULL")
+        ),  # NULL differs from NULL in the constraint above
         Index("ix_stage_claim", "run_id", "id", **partial("owner IS NULL AND status = 'pending'")),
         Index("ix_stage_owned", "owner", **partial("owner IS NOT NULL")),
         Index("ix_stage_group_id", "group_id"),
@@ -328,7 +408,7 @@ class Stage(Base):
 
 
 class EpisodeStep(Base):
-    """A recorded step of a multi-turn episode: `started` before, `done` after."""
+    """A recorded call of a multi-turn episode: `started` before, `done` after (workers/episodes.py)."""
 
     __tablename__ = "episode_step"
     __table_args__ = (CheckConstraint("state IN ('started', 'done', 'failed')", name="state"),)
@@ -344,6 +424,10 @@ class EpisodeStep(Base):
     settled_at: Mapped[float | None]
     error: Mapped[str | None]
     result: Mapped[Any | None] = mapped_column(Json)
+    kind: Mapped[str] = mapped_column(default="step", server_default=text("'step'"), comment="which call of ctx")
+    start: Mapped[int | None] = mapped_column(comment="response position where it began")
+    stop: Mapped[int | None] = mapped_column(comment="response position where it ended")
+    asked: Mapped[Any | None] = mapped_column(Json, comment="what the function asked for; a replay must ask the same")
 
 
 class Worker(Base):
@@ -398,6 +482,17 @@ class EngineRow(Base):
     error: Mapped[str | None]
     created_at: Mapped[float]
     updated_at: Mapped[float]
+    # What the engine tells of itself; NULL: not told.
+    counter: Mapped[int | None] = mapped_column(comment="tokens that it has generated, as it counted when last read")
+    counter_at: Mapped[float | None] = mapped_column(comment="when that was; rises with every reading")
+    # The default stands in the database too: the column was added to tables that have rows.
+    generated_tokens: Mapped[int] = mapped_column(
+        server_default=text("0"), comment="sum of the counter's steps since the run knows the engine"
+    )
+    context_length: Mapped[int | None]
+    release: Mapped[str | None] = mapped_column(comment="the version of SGLang")
+    running: Mapped[int | None] = mapped_column(comment="requests when last seen")
+    queued: Mapped[int | None]
 
 
 class Request(Base):
@@ -434,6 +529,8 @@ class Request(Base):
     started_at: Mapped[float]
     finished_at: Mapped[float | None]
     spec: Mapped[dict[str, Any] | None] = mapped_column(Json)
+    sampling_seed: Mapped[int | None] = mapped_column(comment="the seed that was asked for")
+    greedy: Mapped[int | None] = mapped_column(comment="1: temperature 0, no draw at all")
 
 
 class BatchRow(Base):
@@ -479,6 +576,7 @@ class BatchGroup(Base):
     __table_args__ = (
         CheckConstraint(one_of("state", states.BatchState), name="state"),
         Index("uq_batch_group_live", "group_id", unique=True, **partial(one_of("state", states.LIVE_BATCH))),
+        Index("ix_batch_group_group_id", "group_id"),  # a group that is deleted looks for its batches
     )
 
     batch_id: Mapped[int] = mapped_column(ForeignKey("batch.id"), primary_key=True)

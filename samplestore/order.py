@@ -44,7 +44,7 @@ class Cursor:
     stop: int
     next: int
 
-    def advance(self, n_prompts: int, epochs: int | None, seed: int) -> tuple[int, int] | None:
+    def advance(self, n_prompts: int, epochs: int | None, seed: int | str) -> tuple[int, int] | None:
         """(epoch, position) of the next prompt to serve, or None when all epochs are served."""
         if self.next >= self.stop:
             if self.stop < n_prompts:

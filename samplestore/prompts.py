@@ -4,6 +4,7 @@ A row is a mapping with
 
     prompt, text or messages    text, or a list of {"role", "content", ...}; one of the three names, or `RowKeys.prompt`
     prompt_ids                  token ids instead of, or beside, the above: taken as they are, no tokenizer needed
+    images                      bytes, data URLs or paths; the engine gets them with the prompt's tokens
     label, metadata, dataset, tools, chat_template_kwargs (or apply_chat_template_kwargs)      all optional
 
 Text is tokenised as it is; messages always go through the chat template. A key with another name is refused, because
@@ -14,13 +15,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from samplestore.errors import InvalidSetting, SampleStoreError
+from samplestore.images import read_all
+from samplestore.media import Image
 from samplestore.promptfiles import InvalidRow, PromptFile, PromptFileError, ReadRow, printable, read_rows, show
 from samplestore.rowvalues import MAX_ROW_BYTES, BadValue, check_messages, dataset_name, parsed, plain, token_ids
 from samplestore.tokenizers import RESERVED_TEMPLATE_ARGS, TemplateRefused, Tokenizer, as_tokenizer
@@ -57,6 +60,7 @@ class Prompt:
     metadata: dict[str, Any]
     tools: list[dict[str, Any]] | None
     template_args: dict[str, Any] | None
+    images: tuple[Image, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         return self.content_key == other.content_key if isinstance(other, Prompt) else NotImplemented
@@ -79,7 +83,7 @@ class RowKeys:
 
     def __post_init__(self) -> None:
         named = [k for k in (self.prompt, self.label, self.metadata) if k is not None]
-        others = {"label", "metadata", "dataset", "tools", "prompt_ids", *TEMPLATE_KEYS}
+        others = {"label", "metadata", "dataset", "tools", "prompt_ids", "images", *TEMPLATE_KEYS}
         for role, key in (("prompt", self.prompt), ("label", self.label), ("metadata", self.metadata)):
             if key is not None and (not key or named.count(key) > 1 or key in others - {role}):
                 raise InvalidSetting(f"{role}_key", key, "a name that stands for nothing else in a row")
@@ -92,8 +96,8 @@ class RowKeys:
 
     def known(self) -> list[str]:
         """The keys that a row may have."""
-        rest = ("prompt_ids", self.label or "label", self.metadata or "metadata", "dataset", "tools", *TEMPLATE_KEYS)
-        return [*self.prompts(), *rest]
+        rest = ("prompt_ids", self.label or "label", self.metadata or "metadata", "dataset", "tools", "images")
+        return [*self.prompts(), *rest, *TEMPLATE_KEYS]
 
 
 class InvalidPrompts(SampleStoreError):
@@ -122,10 +126,18 @@ class TokenizerNeeded(SampleStoreError):
 
 
 def content_key(
-    *, dataset: str, prompt: Any, prompt_ids: Ids, label: Any, metadata: Any, tools: Any, template_args: Any
+    *,
+    dataset: str,
+    prompt: Any,
+    prompt_ids: Ids,
+    label: Any,
+    metadata: Any,
+    tools: Any,
+    template_args: Any,
+    images: Sequence[Image] = (),
 ) -> str:
     """Hex sha256 over all that makes a prompt what it is. The order of keys in an object does not matter."""
-    said = [dataset, prompt, label, metadata, tools, template_args]
+    said = [dataset, prompt, label, metadata, tools, template_args, *([[i.digest for i in images]] if images else [])]
     text = json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode("ascii") + b"\0" + np.asarray(prompt_ids, dtype="<i4").tobytes()).hexdigest()
 
@@ -145,7 +157,7 @@ def prepare(
 
     rows                 mappings (counted from 1), what read_rows yields, or finished Prompts
     tokenizer            a model's folder, a Tokenizer, or a transformers tokenizer; None if all rows have prompt_ids
-    max_prompt_tokens    longer prompts are refused
+    max_prompt_tokens    longer prompts are refused; None is what the model has room for, where its folder tells
     apply_chat_template  text becomes one user message
 
     Raises TokenizerNeeded, NoChatTemplate and what loading a tokenizer raises: these concern every row.
@@ -214,9 +226,12 @@ class _Maker:
 
     def _prompt(self, line: int, row: Mapping[str, Any]) -> Prompt:
         # Token ids are checked by numpy: walking over each as a JSON value costs a hundred times more.
-        said: dict[str, Any] = plain({k: v for k, v in row.items() if k != "prompt_ids"}, self.max_row_bytes)
+        said: dict[str, Any] = plain(
+            {k: v for k, v in row.items() if k not in ("prompt_ids", "images")}, self.max_row_bytes
+        )
+        images = read_all(row["images"]) if row.get("images") is not None else ()
         extra = self._extra(said)
-        key, prompt = self._said(said, row.get("prompt_ids") is not None)
+        key, prompt = self._said(said, row.get("prompt_ids") is not None, len(images))
         tools = parsed(said, "tools", list) or None
         for i, tool in enumerate(tools or ()):
             if not isinstance(tool, dict):
@@ -237,7 +252,7 @@ class _Maker:
         parts: dict[str, Any] = {
             "dataset": self.dataset if said.get("dataset") is None else dataset_name(said["dataset"]),
             "prompt": prompt, "prompt_ids": ids, "label": said.get(self.keys.label or "label"),
-            "metadata": {**metadata, **extra}, "tools": tools, "template_args": template_args,
+            "metadata": {**metadata, **extra}, "tools": tools, "template_args": template_args, "images": images,
         }  # fmt: skip
         return Prompt(content_key=content_key(**parts), **parts)
 
@@ -254,7 +269,7 @@ class _Maker:
             raise BadValue(f"is not one of {', '.join(known)}; {cure}", extra[key], key)
         return extra
 
-    def _said(self, said: dict[str, Any], has_ids: bool) -> tuple[str, str | list[dict[str, Any]]]:
+    def _said(self, said: dict[str, Any], has_ids: bool, images: int) -> tuple[str, str | list[dict[str, Any]]]:
         """(key, prompt) of a row: text or messages, checked."""
         keys = self.keys.prompts()
         found = [key for key in keys if said.get(key) is not None]
@@ -270,7 +285,7 @@ class _Maker:
                 raise BadValue("is empty", field=key)
             return key, value
         if isinstance(value, list) and key != "text":
-            check_messages(key, value)
+            check_messages(key, value, images)
             return key, value
         wanted = {"text": "text", "messages": "a list of messages"}.get(key, "text or a list of messages")
         raise BadValue(f"must be {wanted}", value, key)
@@ -306,6 +321,8 @@ class _Maker:
             at = int(outside[0])
             what = f"the vocabulary (0 to {limit - 1:,})" if self.tokenizer else "0 to 2**31 - 1"
             raise BadValue(f"token {at} lies outside {what}", int(ids[at]), field)
-        if self.max_prompt_tokens is not None and ids.size > self.max_prompt_tokens:
-            limit_said = f"the limit is {self.max_prompt_tokens:,} (--max-prompt-tokens)"
-            raise BadValue(f"has {ids.size:,} tokens, {limit_said}", field=field)
+        longest, whose = self.max_prompt_tokens, "--max-prompt-tokens"
+        if longest is None and self.tokenizer is not None:
+            longest, whose = self.tokenizer.longest_prompt, "what an engine of this model takes"
+        if longest is not None and ids.size > longest:
+            raise BadValue(f"has {ids.size:,} tokens, the limit is {longest:,} ({whose})", field=field)

@@ -122,8 +122,10 @@ def token_ids(value: Any) -> Ids:
     return np.array(value, dtype=np.int32)
 
 
-def check_messages(key: str, messages: list[Any]) -> None:
-    """Raises BadValue unless these are chat messages that a template can take."""
+def check_messages(key: str, messages: list[Any], images: int = 0) -> None:
+    """Raises BadValue unless these are chat messages that a template can take, with a place for each of the row's
+    images, or for none: then their tokens stand in the text."""
+    places = 0
     if not messages:
         raise BadValue("is an empty list", field=key)
     for i, message in enumerate(messages):
@@ -136,11 +138,16 @@ def check_messages(key: str, messages: list[Any]) -> None:
         if content is None and not message.get("tool_calls"):
             raise BadValue("is missing", field=f"{at}.content")
         for j, part in enumerate(content if isinstance(content, list) else ()):
+            if images and isinstance(part, dict) and part == {"type": "image"}:
+                places += 1
+                continue
             # A template would write a placeholder for an image, and the image itself would be lost.
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise BadValue('must be {"type": "text", "text": ...}', part, f"{at}.content[{j}]")
         if not isinstance(content, str | list | None):
             raise BadValue("must be text or a list of text parts", content, f"{at}.content")
+    if places not in (0, images):
+        raise BadValue(f"has {places} places for images, and the row has {images} images", field=key)
 
 
 def parsed(said: dict[str, Any], key: str, kind: type) -> Any:

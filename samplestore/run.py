@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
+from samplestore import arrays, imports
+from samplestore.arrayfiles import ArrayFiles, open_files, to_file
+from samplestore.arrays import Prepared
 from samplestore.batches import Batch, replay, take
 from samplestore.engine import Database
+from samplestore.errors import AbortTimeout, ArrayFileError
+from samplestore.evaluations import evaluate
+from samplestore.media import Image
 from samplestore.models import Run as RunRow
 from samplestore.models import WeightVersionRow
 from samplestore.prompts import Prompt, prepare_all
-from samplestore.queries import check, ledger, why
+from samplestore.queries import arrays as named
+from samplestore.queries import check, determinism, experts, images, ledger, simulate, why
+from samplestore.queries.evaluation import Evaluation, evaluations
+from samplestore.retention import Pruned, prune
+from samplestore.states import Purpose
+from samplestore.tokenizers import as_tokenizer
 from samplestore.types import (
     Added,
     Claim,
@@ -25,10 +41,13 @@ from samplestore.types import (
     WeightVersion,
     Why,
 )
-from samplestore.verbs import batches, groups, liveness, prompts, samples, stages, weights
+from samplestore.verbs import aborts, evaluation, filters, groups, liveness, prompts, rewind, samples, stages, weights
+from samplestore.verbs import imports as import_verbs
 from samplestore.verbs.tx import Tx
 
 T = TypeVar("T")
+
+POLL_S = 0.05  # between two looks whether workers have let go
 
 
 class Run:
@@ -36,17 +55,19 @@ class Run:
 
     def __init__(self, database: Database, id: int, uuid: str, name: str, settings: RunSettings) -> None:
         self.database, self.id, self.uuid, self.name, self.settings = database, id, uuid, name, settings
+        self._files: ArrayFiles | None = None
 
     def transact(self, work: Callable[[Tx], T], *, durable: bool = False) -> T:
         """Run `work(tx)` in one transaction, with its ledger entries and events. It may be run again."""
 
-        def once(connection: sa.Connection) -> T:
-            tx = Tx(connection, self.id, self.settings)
-            result = work(tx)
-            tx.flush()
-            return result
+        tx: Tx
 
-        return self.database.write(once, durable=durable)
+        def once(connection: sa.Connection) -> T:
+            nonlocal tx
+            tx = Tx(connection, self.id, self.settings)
+            return work(tx)
+
+        return self.database.write(once, durable=durable, last=lambda: tx.flush())
 
     # -- prompts
 
@@ -57,9 +78,11 @@ class Run:
         max_prompt_tokens: int | None = None,
         dataset: str = "default",
         skip_invalid: bool = False,
+        evaluation: bool = False,
     ) -> Added:
-        """Store prompts: dict rows, or prepared samplestore.prompts.Prompt objects. Idempotent by content.
-        Raises InvalidPrompts; then nothing is stored."""
+        """Store prompts: dict rows, or prepared samplestore.prompts.Prompt objects. Idempotent by content. With
+        `evaluation` their data sets are for `evaluate`, and never served for training.
+        Raises InvalidPrompts, InvalidSetting; then nothing is stored."""
         listed = list(rows)
         invalid = 0
         if not all(isinstance(row, Prompt) for row in listed):
@@ -67,8 +90,33 @@ class Run:
                 listed, tokenizer, max_prompt_tokens=max_prompt_tokens, dataset=dataset, skip_invalid=skip_invalid
             )
             invalid = len(refused)
-        done = self.transact(lambda tx: prompts.add(tx, listed))
+        purpose = Purpose.EVAL if evaluation else Purpose.TRAIN
+        done = self.transact(lambda tx: prompts.add(tx, listed, purpose))
         return Added(done.added, done.existing, invalid)
+
+    def import_samples(
+        self, rows: Iterable[Any] | str | Path, *, tokenizer: Any = None, dataset: str = imports.DATASET
+    ) -> Added:
+        """Store samples that were generated elsewhere, as finished ones: rows (see samplestore.imports), or a file of
+        them. All of it or nothing; groups whose content is there already are left alone. Rewards and filters run on
+        them as on others. Raises InvalidImport with file, line and field, PromptFileError, InvalidSetting."""
+        loaded = None if tokenizer is None else as_tokenizer(tokenizer)
+        with imports.rereadable(rows) as (again, source):
+
+            def groups_of() -> Iterator[imports.Imported]:
+                return imports.checked(imports.read(again, loaded, dataset=dataset, source=source), source)
+
+            # Looked through before the database is held; read again to be stored, so that memory holds a few groups at
+            # a time, and a row that is refused is refused before anything is written.
+            seen = imports.digest_of(groups_of())
+            return self.transact(
+                lambda tx: import_verbs.import_groups(tx, imports.same(groups_of(), seen, source), self._kept),
+                durable=True,
+            )
+
+    def _kept(self, made: Prepared) -> Prepared:
+        large = self.settings.array_url is not None and made.n_bytes >= self.settings.array_file_bytes
+        return to_file(self.array_files(), made) if large else made
 
     def admit(self) -> int:
         """Create groups until the window is full: (max_staleness + 1) x groups_per_step. Returns how many."""
@@ -109,7 +157,12 @@ class Run:
         return n
 
     def finish(
-        self, claim: Claim, status: str | None = None, *, finish_reason: str | None = None, keep_stages: bool = False
+        self,
+        claim: Claim,
+        status: str | None = None,
+        *,
+        finish_reason: str | None = None,
+        keep_stages: bool | Collection[str] = False,
     ) -> list[StageClaim]:
         """End a sample: completed, or truncated if its last finish reason is "length". Raises LeaseLost."""
         return self.transact(lambda tx: samples.finish(tx, claim, status, finish_reason, keep_stages))
@@ -122,9 +175,26 @@ class Run:
         """Record a failed attempt; `failed` after max_attempts. Returns the new status. Raises LeaseLost."""
         return self.transact(lambda tx: samples.fail(tx, claim, error, backoff_s))
 
-    def attach(self, claim: Claim, name: str, array: Any, n_experts: int | None = None) -> None:
-        """Store a named array with a claimed sample, e.g. routed_experts [rows, layers, top_k]."""
-        self.transact(lambda tx: samples.attach(tx, claim, name, array, n_experts))
+    def attach(
+        self, claim: Claim, name: str, array: Any, n_experts: int | None = None, first_row: int | None = None
+    ) -> None:
+        """Store a named array with a claimed sample, e.g. routed_experts [rows, layers, top_k]; see
+        samplestore.arrays for names and shapes. Raises InvalidSegment, LeaseLost, ArrayFileError."""
+        made = self.prepare_array(name, array, n_experts)
+        self.transact(lambda tx: samples.attach(tx, claim, name, made, n_experts, first_row))
+
+    def prepare_array(self, name: str, array: Any, n_experts: int | None = None) -> Prepared:
+        """Check a named array; a large one is written into a side-car file, on the disk when this returns. What comes
+        back may be given to `attach`. Raises InvalidSegment, ArrayFileError."""
+        return self._kept(arrays.prepare(name, array, n_experts))
+
+    def array_files(self) -> ArrayFiles:
+        """The side-car files of this run. Raises ArrayFileError where it has no array_url."""
+        if self._files is None:
+            if self.settings.array_url is None:
+                raise ArrayFileError(f"run {self.name!r}", "the run has no array_url", "samplestore status")
+            self._files = open_files(self.settings, self.uuid)
+        return self._files
 
     def begin_request(
         self, claim: Claim, rid: str, engine: str | None = None, temperature: float | None = None, resumes: bool = False
@@ -136,7 +206,8 @@ class Run:
 
     def requeue(self, sample_ids: Sequence[int], reason: str) -> int:
         """Start samples afresh under a new incarnation; their old tokens are superseded."""
-        return self.transact(lambda tx: groups.requeue(tx, sample_ids, reason))
+        call = uuid.uuid4().hex
+        return self.transact(lambda tx: groups.requeue(tx, sample_ids, reason, call))
 
     def drop(self, group_ids: Sequence[int], reason: str) -> int:
         """Drop groups; owners of their samples get LeaseLost."""
@@ -144,8 +215,10 @@ class Run:
 
     # -- stages
 
-    def claim_stages(self, worker: int, limit: int) -> list[StageClaim]:
-        return self.transact(lambda tx: stages.claim_stages(tx, worker, limit))
+    def claim_stages(self, worker: int, limit: int, names: Collection[str] | None = None) -> list[StageClaim]:
+        """Take up to `limit` stages, oldest first: those called `names`, or any. Work on a whole group has its samples
+        in `members`. Raises WorkerDead."""
+        return self.transact(lambda tx: stages.claim_stages(tx, worker, limit, names))
 
     def score(
         self, claim: StageClaim, value: float, details: dict[str, Any] | None = None, elapsed_s: float | None = None
@@ -153,12 +226,40 @@ class Run:
         """Store a reward. Raises LeaseLost, InvalidSetting for what is not a finite number."""
         self.transact(lambda tx: stages.score(tx, claim, value, details, elapsed_s))
 
+    def score_group(
+        self, claim: StageClaim, values: Sequence[float | None], details: dict[str, Any] | None = None,
+        elapsed_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """Store a group stage's rewards, one for each of `claim.members`; None where a judge's answer could not be
+        read. Raises LeaseLost, InvalidSetting."""
+        self.transact(lambda tx: stages.score_group(tx, claim, values, details, elapsed_s))
+
+    def unparsed(self, claim: StageClaim, said: str, details: dict[str, Any] | None = None) -> None:
+        """A judge's answer could not be read: the sample is left out of reward shaping, never counted as 0. Raises
+        LeaseLost."""
+        self.transact(lambda tx: stages.unparsed(tx, claim, said, details))
+
+    def complete_stage(
+        self, claim: StageClaim, details: dict[str, Any] | None = None, array: tuple[str, Any] | None = None
+    ) -> None:
+        """Settle a stage that gives no number. `array`: what it gives instead, (name, rows [response tokens, ...]),
+        such as a teacher's log-probs. Raises LeaseLost, InvalidSegment, ArrayFileError."""
+        made = None if array is None else self.prepare_array(*array)
+        self.transact(lambda tx: stages.complete_stage(tx, claim, details, array=made))
+
     def fail_stage(
         self, claim: StageClaim, error: str, outcome: str = stages.VERIFIER_ERROR, elapsed_s: float | None = None,
         backoff_s: float = 1.0,
     ) -> str:  # fmt: skip
         """Record a verifier's error or timeout: never a reward of 0."""
         return self.transact(lambda tx: stages.fail_stage(tx, claim, error, outcome, elapsed_s, backoff_s))
+
+    def filter_group(
+        self, claim: StageClaim, drop: str | None = None, removed: Mapping[int, str] | None = None
+    ) -> None:
+        """Settle the filter stage of a group: dropped for the reason `drop` or kept, samples (by id) taken out of the
+        loss. See verbs.filters.filter_group."""
+        self.transact(lambda tx: filters.filter_group(tx, claim, drop, removed))
 
     def release_stage(self, claim: StageClaim) -> None:
         self.transact(lambda tx: stages.release_stage(tx, claim))
@@ -186,7 +287,8 @@ class Run:
         self, path: str | None = None, step: int | None = None, label: str | None = None
     ) -> WeightVersion:
         """Announce new weights; workers and engines follow. The checkpoint must be complete on disk before."""
-        return self.transact(lambda tx: weights.publish(tx, path, step, label), durable=True)
+        call = uuid.uuid4().hex
+        return self.transact(lambda tx: weights.publish(tx, path, step, label, call), durable=True)
 
     def describe_first_weights(self, path: str | None, label: str = weights.FIRST_LABEL) -> None:
         """Say where version 0, the weights that engines start with, comes from."""
@@ -194,19 +296,41 @@ class Run:
 
     @property
     def current_version(self) -> int:
-        with self.database.reading() as connection:
-            return int(connection.execute(sa.select(RunRow.current_version).where(RunRow.id == self.id)).scalar_one())
+        query = sa.select(RunRow.current_version).where(RunRow.id == self.id)
+        return self.database.read(lambda c: int(c.execute(query).scalar_one()))
 
     def weight_versions(self) -> list[WeightVersion]:
         """All versions, oldest first."""
         table = WeightVersionRow.__table__
-        with self.database.reading() as connection:
-            rows = connection.execute(sa.select(table).where(table.c.run_id == self.id).order_by(table.c.version))
-            return [weights.as_version(row) for row in rows]
+        query = sa.select(table).where(table.c.run_id == self.id).order_by(table.c.version)
+        return self.database.read(lambda c: [weights.as_version(row) for row in c.execute(query)])
 
-    def abort_inflight(self, reason: str) -> int:
-        """Ask workers to abort what is in flight; partials are stored and stay resumable."""
-        return self.transact(lambda tx: weights.abort_inflight(tx, reason))
+    def abort_inflight(
+        self,
+        reason: str,
+        *,
+        samples: Sequence[int] | None = None,
+        groups: Sequence[int] | None = None,
+        wait_s: float | None = None,
+    ) -> int:
+        """Ask workers to abort what is in flight (all of it, or the samples and groups named by id); partials are
+        stored and stay resumable. Workers claim on unless the run is paused. Returns the number of the request.
+
+        wait_s   wait as long until no worker holds what was in flight: then no engine generates for it
+        Raises NotInRun, AbortTimeout (it stays asked for).
+        """
+        by = f"process {os.getpid()} on {socket.gethostname()}"
+        number, held = self.transact(lambda tx: aborts.abort_inflight(tx, reason, samples, groups, by))
+        if wait_s is not None:
+            self._wait_let_go(held, wait_s)
+        return number
+
+    def _wait_let_go(self, held: set[tuple[int, int]], wait_s: float) -> None:
+        end = time.monotonic() + wait_s
+        while held := held & self.database.read(lambda c: aborts.in_flight(c, self.id)):
+            if time.monotonic() >= end:
+                raise AbortTimeout(wait_s, sorted(id for id, _ in held))
+            time.sleep(POLL_S)
 
     def pause(self, reason: str | None = None) -> None:
         """Workers claim nothing more; what is in flight goes on."""
@@ -232,18 +356,73 @@ class Run:
 
     def rewind(self, step: int) -> WeightVersion:
         """Go back to the checkpoint of `step`: groups that it has not seen are ready again, a new timeline starts,
-        and the restored weights are published as a new version. Raises RewindTooFar."""
-        return self.transact(lambda tx: batches.rewind(tx, step), durable=True)
+        and the restored weights are published as a new version. Repeating it before anything was leased or published
+        changes nothing. Raises RewindTooFar, InvalidSetting."""
+        call = uuid.uuid4().hex
+        return self.transact(lambda tx: rewind.rewind(tx, step, call), durable=True)
+
+    def prune(self, keep_steps: int) -> Pruned:
+        """Remove the tokens of what was trained on, or given up, before the last `keep_steps` committed steps, and give
+        the space back, while others work. Counters, versions and rewards stay; a rewind further back is refused from
+        then on. Raises InvalidSetting."""
+        return prune(self, keep_steps)
+
+    # -- evaluations
+
+    def start_evaluation(self, dataset: str, samples: int = 1, **options: Any) -> int:
+        """Begin to evaluate the current version on a data set of add_prompts(..., evaluation=True); its id. Workers
+        serve its samples before others; they are in no batch and no window. Repeating it is harmless. See
+        samplestore.verbs.evaluation.start for the options. Raises InvalidSetting."""
+        return self.transact(lambda tx: evaluation.start(tx, dataset, samples, **options))
+
+    def evaluate(self, dataset: str, samples: int = 1, **options: Any) -> Evaluation:
+        """start_evaluation, wait until all of it is scored, and tell pass@k, mean reward and truncated ratio. See
+        samplestore.evaluations.evaluate for the options. Raises EvaluationTimeout, WorkerFailed, InvalidSetting."""
+        return evaluate(self, dataset, samples, **options)
+
+    def evaluations(self, pass_reward: float = 1.0) -> list[Evaluation]:
+        """All evaluations of the run, by data set and weight version; those that are under way too."""
+        return evaluations(self.database, self.id, pass_reward=pass_reward)
 
     # -- questions
 
-    def why(self, groups: int | None = None, max_staleness: int | None = None) -> Why:
-        """Why is no batch ready?"""
-        return why.why(self.database, self.id, self.settings, groups, max_staleness)
+    def why(
+        self,
+        groups: int | None = None,
+        max_staleness: int | None = None,
+        staleness_mode: str | None = None,
+        stale: str | None = None,
+    ) -> Why:
+        """Why is no batch ready? Of a batch with these options, the run's settings where left out."""
+        return why.why(self.database, self.id, self.settings, groups, max_staleness, staleness_mode, stale)
+
+    def simulate(
+        self, max_staleness: int, *, staleness_mode: str | None = None, stale: str | None = None
+    ) -> dict[str, Any]:
+        """What would a window of `max_staleness` have kept from the committed batches, or masked in them?
+        See queries.simulate."""
+        return simulate.simulate(self.database, self.id, self.settings, max_staleness, staleness_mode, stale)
 
     def ledger(self, exact: bool = False) -> dict[str, Any]:
         """The token ledger; `exact` recounts it from the payloads in one snapshot."""
         return ledger.read(self.database, self.id, exact)
+
+    def routed_experts(self, sample_id: int) -> tuple[Any, Any]:
+        """(experts [rows, layers, top_k], present [rows]); rows = prompt + response tokens - 1. Raises NotInRun."""
+        return experts.routed_experts(self.database, self.id, sample_id, self.array_files)
+
+    def determinism(self, sample_id: int) -> determinism.Determinism:
+        """Whether the same engine gives this sample's tokens again, and why not. Raises NotInRun."""
+        return determinism.of_sample(self.database, self.id, sample_id)
+
+    def images(self, digests: Iterable[str]) -> dict[str, Image]:
+        """Images of prompts by their digests (claim.images). Raises NotInRun."""
+        return self.database.read(lambda c: images.read(c, self.id, digests))
+
+    def array(self, sample_id: int, name: str) -> tuple[Any, Any]:
+        """(rows [n, ...], present [n]) of a named array, n response tokens; see queries.arrays.one. Raises NotInRun,
+        ArrayFileError."""
+        return named.one(self.database, self.id, sample_id, name, self.array_files)
 
     def check(self) -> list[Finding]:
         """Every promise that a query can verify; an empty list is good."""

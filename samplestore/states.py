@@ -141,20 +141,52 @@ def fate(group: str, status: str, owned: bool, superseded: bool) -> Fate:
     return Fate.IN_FLIGHT if owned else Fate.RESUMABLE
 
 
+class RolloutMode(StrEnum):
+    """How generation and training take turns."""
+
+    SYNC = "sync"  # a step's groups are generated for the step, all under one version of the weights
+    PARTIAL = "partial"  # more groups are started than a step needs; the rest is aborted, and resumed in the next
+    ASYNC = "async"  # generation never stops; the staleness window says how far it runs ahead
+
+
 class WeightUpdateMode(StrEnum):
     ABORT = "abort"  # abort what is in flight, load, resume under the new weights
     KEEP = "keep"  # freeze, load, go on: nothing is aborted, a sample spans versions
     DRAIN = "drain"  # let what is in flight finish, then load
 
 
+class StalenessMode(StrEnum):
+    """How old a sample is, by its tokens with loss=1; statements/staleness.py defines it."""
+
+    OLDEST = "oldest"
+    NEWEST = "newest"
+    MEAN = "mean"  # weighted by tokens
+
+
 class StalePolicy(StrEnum):
-    SKIP = "skip"  # a group beyond the window is not delivered
+    """What becomes of a ready group that is beyond the window when a batch is leased."""
+
+    SKIP = "skip"  # it stays, for a batch that takes older ones
     MASK = "mask"  # it is delivered; its tokens beyond the window get loss mask 0, derived when read
+    EXPIRE = "expire"  # it is closed, its tokens have fate stale
+    REGENERATE = "regenerate"  # its samples begin a new incarnation, their old tokens are superseded
 
 
 class FailedPolicy(StrEnum):
     DROP = "drop"  # one failed sample drops its group
     SHORT = "short"  # the group is delivered without it
+
+
+EVALUATED = "evaluation"  # the reason of a group that was there to be evaluated, and was
+EVALUATION_PRIORITY = -(2**31)  # of its samples: below what a data set to train on can have (samplestore/serving.py)
+
+
+class Purpose(StrEnum):
+    """What a data set is for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    IMPORT = "import"  # prompts whose responses came with them: trained on, never served
 
 
 class StragglerPolicy(StrEnum):

@@ -10,12 +10,13 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from samplestore import migrations
+from samplestore import migrations, readers
 from samplestore.clock import db_now
 from samplestore.engine import Database
 from samplestore.errors import DatabaseMissing, RunNotFound, RunSettingsConflict, SampleStoreError
 from samplestore.models import Run as RunRow
 from samplestore.models import Timeline, WeightVersionRow
+from samplestore.queries import serving
 from samplestore.run import Run
 from samplestore.types import RunSettings
 from samplestore.verbs.weights import FIRST_LABEL
@@ -44,6 +45,7 @@ class Store:
             raise SampleStoreError(f"a run's name has 1 to 200 characters, not {len(name)}")
         found = self._find(name)
         if found is None:
+            serving.probe(self.database, wanted.order, wanted.curriculum)
             found = self.database.write(lambda c: self._create(c, name, wanted), durable=True)
         stored = {key: list(v) if isinstance(v, tuple) else v for key, v in found.settings.as_json().items()}
         asked = wanted.as_json()
@@ -100,8 +102,9 @@ class Store:
 
     @contextmanager
     def session(self) -> Iterator[Session]:
-        """A read-only ORM session in one snapshot. Writing through it fails in the database."""
-        with Session(self.database.reader, autoflush=False) as session:
+        """A read-only ORM session in one snapshot. Writing through it fails in the database. Fetch and leave: one that
+        stays open is ended, see samplestore.readers. Raises ReadTooLong."""
+        with Session(self.database.reader, autoflush=False) as session, readers.limited(session):
             yield session
 
     def frame(self, table_name: str, run: str | None = None, limit: int = 100_000) -> Any:

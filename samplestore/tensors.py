@@ -12,24 +12,30 @@ B samples, T tokens in all, L the longest sample; a sample's tokens are prompt t
 | rollout_log_probs | float32 [T] | float32 [B, L] | nats; 0 where there is none |
 | weight_versions | int64 [T] | int64 [B, L] | -1 on prompts, padding and where unknown |
 | prompt_lengths, response_lengths | int64 [B] | int64 [B] | |
-| rewards, advantages | float32 [B] | float32 [B] | reward 0 where a sample has none |
+| rewards, advantages | float32 [B] | float32 [B] | NaN where it could not be had (loss_mask is 0 there) |
 | group_ids, sample_ids | int64 [B] | int64 [B] | |
+| rollout_ids | int64 [B] | int64 [B] | one for a sample and its forks, which share one weight in the loss |
+| rollout_mask_sums | float32 [B] | float32 [B] | trained tokens of its rollout: a mean over rollouts divides by it |
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from samplestore import responses
 from samplestore.advantages import advantages
+from samplestore.arrays import EXPERTS
 from samplestore.errors import MissingExtra
 from samplestore.types import Floats, Ids
 
 Arrays = dict[str, npt.NDArray[Any]]
+Lengths = npt.NDArray[np.int64]
 PER_TOKEN: dict[str, tuple[Any, Any]] = {
     "tokens": (np.int64, 0),
     "position_ids": (np.int64, 0),
@@ -39,11 +45,12 @@ PER_TOKEN: dict[str, tuple[Any, Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchSample:
     """One trajectory of a batch, n response tokens.
 
     prompt_ids    int32 [p]
+    runs          the response, as samplestore.responses keeps it; the four below are made of it when asked for
     response_ids  int32 [n]
     logprobs      float32 [n]; 0.0 where a token has none (loss_mask is 0 there)
     loss_mask     uint8 [n]; after the batch's staleness policy
@@ -55,68 +62,147 @@ class BatchSample:
     group_number: int
     index: int
     prompt_ids: Ids
-    response_ids: Ids
-    logprobs: Floats
-    loss_mask: npt.NDArray[np.uint8]
-    versions: Ids
+    runs: responses.Runs
     reward: float | None
     status: str
     finish_reason: str | None
     label: Any
     metadata: dict[str, Any]
+    images: tuple[str, ...] = ()  # digests; batch.images has their bytes
+    rollout_id: int | None = None  # what it was forked from; its own id else: samples of one rollout share one weight
+    unscored: bool = False  # the run gives rewards, and this one could not be read: loss_mask is 0 everywhere
+    removed: str | None = None  # why a sample filter took it out of the loss: then loss_mask is 0 everywhere
+
+    @cached_property
+    def response_ids(self) -> Ids:
+        return responses.ids(self.runs)
+
+    @cached_property
+    def logprobs(self) -> Floats:
+        return np.concatenate([run.logprobs for run in self.runs]) if self.runs else np.empty(0, np.float32)
+
+    @cached_property
+    def loss_mask(self) -> npt.NDArray[np.uint8]:
+        return self._repeated([run.trained for run in self.runs], np.uint8)
+
+    @cached_property
+    def versions(self) -> Ids:
+        return self._repeated([run.version for run in self.runs], np.int32)
+
+    def _repeated(self, values: list[Any], dtype: Any) -> npt.NDArray[Any]:
+        return np.repeat(np.array(values, dtype), [run.ids.size for run in self.runs])
 
 
 def arrays(samples: Sequence[BatchSample], layout: str = "packed", method: str = "grpo") -> Arrays:
     """numpy arrays as the module says. Raises ValueError for another layout or method."""
     if layout not in ("packed", "padded"):
         raise ValueError(f"layout={layout!r} is not 'packed' or 'padded'")
-    lengths = np.array([s.prompt_ids.size + s.response_ids.size for s in samples], dtype=np.int64)
-    result = _packed(samples, lengths) if layout == "packed" else _padded(samples, lengths)
-    rewards = np.array([0.0 if s.reward is None else s.reward for s in samples], dtype=np.float32)
+    prompts = np.array([s.prompt_ids.size for s in samples], dtype=np.int64)
+    answers = np.array([responses.length(s.runs) for s in samples], dtype=np.int64)
+    result = _packed(samples, prompts + answers)
+    if layout == "padded":
+        result = _padded(result, prompts + answers)
+    rewards = np.array([_reward(s) for s in samples], dtype=np.float32)
     group_ids = np.array([s.group_id for s in samples], dtype=np.int64)
+    rollout_ids = np.array([s.sample_id if s.rollout_id is None else s.rollout_id for s in samples], dtype=np.int64)
     result |= {
-        "prompt_lengths": np.array([s.prompt_ids.size for s in samples], dtype=np.int64),
-        "response_lengths": np.array([s.response_ids.size for s in samples], dtype=np.int64),
+        "prompt_lengths": prompts,
+        "response_lengths": answers,
         "rewards": rewards,
-        "advantages": advantages(rewards, group_ids, method),
+        "advantages": advantages(rewards, group_ids, method, rollout_ids),
         "group_ids": group_ids,
         "sample_ids": np.array([s.sample_id for s in samples], dtype=np.int64),
+        "rollout_ids": rollout_ids,
+        "rollout_mask_sums": _mask_sums(samples, rollout_ids),
     }
     return result
 
 
-def _fill(target: Arrays, at: Any, sample: BatchSample) -> None:
-    """Write one sample's tokens into the rows or the stretch that `at(start, stop)` names."""
-    p, n = sample.prompt_ids.size, sample.prompt_ids.size + sample.response_ids.size
-    target["tokens"][at(0, p)] = sample.prompt_ids
-    target["tokens"][at(p, n)] = sample.response_ids
-    target["position_ids"][at(0, n)] = np.arange(n)
-    target["loss_mask"][at(p, n)] = sample.loss_mask
-    target["rollout_log_probs"][at(p, n)] = sample.logprobs
-    target["weight_versions"][at(p, n)] = sample.versions
+def _mask_sums(samples: Sequence[BatchSample], rollout_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Trained tokens of the rollout that each sample belongs to, float32 [B]."""
+    if not samples:
+        return np.zeros(0, np.float32)
+    own = np.array([responses.n_trained(s.runs) for s in samples], dtype=np.float32)
+    _, place = np.unique(rollout_ids, return_inverse=True)
+    return np.bincount(place, weights=own)[place].astype(np.float32)
 
 
-def _packed(samples: Sequence[BatchSample], lengths: npt.NDArray[np.int64]) -> Arrays:
+def _reward(sample: BatchSample) -> float:
+    return float("nan") if sample.unscored else sample.reward or 0.0
+
+
+def _packed(samples: Sequence[BatchSample], lengths: Lengths) -> Arrays:
+    """All at once, not sample by sample: what a sample costs is a numpy call for each of its arrays."""
     ends = np.concatenate([[0], np.cumsum(lengths)])
-    target: Arrays = {name: np.full(int(ends[-1]), fill, dtype) for name, (dtype, fill) in PER_TOKEN.items()}
-    for sample, start in zip(samples, ends[:-1], strict=True):
-        _fill(target, lambda a, b, s=int(start): slice(s + a, s + b), sample)
-    return {**target, "cu_seqlens": ends.astype(np.int32)}
+    none = np.zeros(max((s.prompt_ids.size for s in samples), default=0), np.float32)
+    ids: list[Ids] = [np.empty(0, np.int32)]
+    logprobs, trained, versions = [none[:0]], [False], [-1]
+    for sample in samples:
+        ids.append(sample.prompt_ids)
+        logprobs.append(none[: sample.prompt_ids.size])
+        trained.append(False)
+        versions.append(PER_TOKEN["weight_versions"][1])
+        for run in sample.runs:
+            ids.append(run.ids)
+            logprobs.append(run.logprobs)
+            trained.append(run.trained)
+            versions.append(run.version)
+    sizes = [part.size for part in ids]
+    return {
+        "tokens": np.concatenate(ids, dtype=np.int64),
+        "position_ids": np.arange(ends[-1]) - np.repeat(ends[:-1], lengths),
+        "loss_mask": np.repeat(np.array(trained, np.float32), sizes),
+        "rollout_log_probs": np.concatenate(logprobs),
+        "weight_versions": np.repeat(np.array(versions, np.int64), sizes),
+        "cu_seqlens": ends.astype(np.int32),
+    }
 
 
-def _padded(samples: Sequence[BatchSample], lengths: npt.NDArray[np.int64]) -> Arrays:
-    shape = (len(samples), int(lengths.max(initial=0)))
-    target: Arrays = {name: np.full(shape, fill, dtype) for name, (dtype, fill) in PER_TOKEN.items()}
-    for i, sample in enumerate(samples):
-        _fill(target, lambda a, b, row=i: (row, slice(a, b)), sample)
-    return {**target, "attention_mask": (np.arange(shape[1]) < lengths[:, None]).astype(np.int64)}
+def _padded(packed: Arrays, lengths: Lengths) -> Arrays:
+    there = np.arange(int(lengths.max(initial=0))) < lengths[:, None]
+    made: Arrays = {}
+    for name, (dtype, fill) in PER_TOKEN.items():
+        made[name] = np.full(there.shape, fill, dtype)
+        made[name][there] = packed[name]
+    return {**made, "attention_mask": there.astype(np.int64)}
 
 
-def tensors(samples: Sequence[BatchSample], device: Any, layout: str, method: str) -> dict[str, Any]:
-    """The same as torch tensors on `device`."""
+def named(
+    samples: Sequence[BatchSample], name: str, parts: Mapping[int, tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]],
+    layout: str,
+) -> Arrays:  # fmt: skip
+    """A named array as NAME [T, ...] or [B, L, ...], 0 where a token has no row, and NAME_present (uint8) of the same
+    first dimensions. parts: (rows, present) by sample id; the last row is of the last token, of routed experts of the
+    one before it."""
+    lengths = np.array([s.prompt_ids.size + responses.length(s.runs) for s in samples], dtype=np.int64)
+    ends = np.cumsum(lengths)
+    tables = [rows for rows, _ in parts.values()]
+    if len({table.shape[1:] for table in tables}) > 1:
+        shapes = sorted({str(list(table.shape[1:])) for table in tables})
+        raise ValueError(f"{name} has other shapes from sample to sample: {', '.join(shapes)}")
+    whole = np.zeros((int(lengths.sum()), *tables[0].shape[1:]), np.result_type(*tables))
+    there = np.zeros(len(whole), np.uint8)
+    for sample, length, stop in zip(samples, lengths.tolist(), ends.tolist(), strict=True):
+        if sample.sample_id in parts:
+            rows, present = parts[sample.sample_id]
+            end = stop - (name == EXPERTS)
+            n = min(len(rows), end - (stop - length))  # a fork's own tokens are the last of its sequence
+            whole[end - n : end], there[end - n : end] = rows[len(rows) - n :], present[len(rows) - n :]
+    made: Arrays = {name: whole, f"{name}_present": there}
+    if layout == "packed":
+        return made
+    place = np.arange(int(lengths.max(initial=0))) < lengths[:, None]
+    padded = {key: np.zeros((*place.shape, *value.shape[1:]), value.dtype) for key, value in made.items()}
+    for key, value in made.items():
+        padded[key][place] = value
+    return padded
+
+
+def as_torch(made: Arrays, device: Any) -> dict[str, Any]:
+    """Arrays as torch tensors on `device`. Raises MissingExtra."""
     try:
         import torch
     except ImportError:
         raise MissingExtra("batch.tensors()", "trainer") from None
-    made = {name: torch.from_numpy(array) for name, array in arrays(samples, layout, method).items()}
-    return made if device is None else {name: t.to(device, non_blocking=True) for name, t in made.items()}
+    tensors = {name: torch.from_numpy(array) for name, array in made.items()}
+    return tensors if device is None else {name: t.to(device, non_blocking=True) for name, t in tensors.items()}

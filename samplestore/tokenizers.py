@@ -17,6 +17,7 @@ from samplestore.types import Ids
 
 UNDECODABLE = "\N{REPLACEMENT CHARACTER}"
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
+ENGINE_MARGIN = 7  # SGLang refuses prompts that come within 6 tokens of its context, and a response needs one
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 # Arguments of the rendering call itself: a row that set one would change how it is called, not what the template says.
@@ -79,11 +80,31 @@ class Tokenizer:
         return known
 
     @cached_property
+    def control_names(self) -> list[str]:
+        """The texts that stand for control tokens (<|im_end|>, <eos>), the longest first."""
+        if self._hf is not None:
+            added = getattr(self._hf, "added_tokens_decoder", {}).values()
+            found = {*self._hf.all_special_tokens, *(t.content for t in added if t.special)}
+        else:
+            found = {t.content for t in self._backend.get_added_tokens_decoder().values() if t.special}
+        return sorted((name for name in map(str, found) if name), key=lambda name: (-len(name), name))
+
+    @cached_property
     def vocab_size(self) -> int:
         """Ids from here on never pass: the largest id of the tokenizer + 1, or the model's embedding rows (config.json)
         where those are fewer, since an id without a row would crash the engine."""
-        rows = _embedding_rows(self._folder / "config.json") if self._folder else None
+        rows = self._model_says("vocab_size")
         return min(self._known.size, rows) if rows else self._known.size
+
+    @cached_property
+    def longest_prompt(self) -> int | None:
+        """Tokens of the longest prompt that an engine of this model takes: its positions (config.json) without those
+        that engines keep free. None where the model does not say."""
+        positions = self._model_says("max_position_embeddings")
+        return None if positions is None else max(1, positions - ENGINE_MARGIN)
+
+    def _model_says(self, name: str) -> int | None:
+        return _model_count(self._folder / "config.json", name) if self._folder else None
 
     def encode(self, text: str) -> Ids:
         """int32 [n]: the text as it is, no special tokens added; those spelled out in it (<|im_start|>) count as such.
@@ -206,8 +227,8 @@ def _load_backend(file: Path) -> Any:
     return backend
 
 
-def _embedding_rows(config: Path) -> int | None:
-    """vocab_size of a model's config.json; None where there is no such file or entry. Raises TokenizerError."""
+def _model_count(config: Path, name: str) -> int | None:
+    """A size in a model's config.json; None where there is no such file or entry. Raises TokenizerError."""
     if not config.is_file():
         return None
     try:
@@ -218,5 +239,5 @@ def _embedding_rows(config: Path) -> int | None:
     if not isinstance(values, dict):
         raise TokenizerError(f"{config} is not a JSON object")
     text = values.get("text_config")  # models that also see images keep the language model's values here
-    rows = values.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
-    return rows if isinstance(rows, int) and rows > 0 else None
+    found = values.get(name, text.get(name) if isinstance(text, dict) else None)
+    return found if isinstance(found, int) and found > 0 else None

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-from samplestore.verbs import samples, stages
-from samplestore.verbs.tx import Transactor, Tx
+from samplestore.verbs import episodes, samples, stages
+from samplestore.verbs.together import LOCKS_GROUP, Verb, Write, perform
+from samplestore.verbs.tx import Transactor
 
-Verb = Callable[..., Any]
-LAST = 2**63
-LOCKS_GROUP: frozenset[Verb] = frozenset({samples.finish, samples.fail, stages.score, stages.fail_stage})
+End = tuple[Any, Any, BaseException | None]  # a future, and its result or error
+Call = tuple[Any, ...]  # a verb and its arguments, all but the transaction; the first of them is a claim
 # Verbs on one claim may share a commit. All others (claim, admit, ...) lock workers or runs, which come before groups
 # in the lock order, and so have a commit of their own.
 SHARES: frozenset[Verb] = LOCKS_GROUP | {
@@ -24,19 +25,29 @@ SHARES: frozenset[Verb] = LOCKS_GROUP | {
     samples.note_abort,
     samples.begin_request,
     samples.end_request,
+    episodes.touch,
+    episodes.begin,
+    episodes.settle,
+    episodes.note,
     stages.release_stage,
 }
 
 
-@dataclass(slots=True)
-class _Write:
-    verb: Verb
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    group_id: int
-    sample_id: int
-    number: int
-    done: Future[Any] = field(default_factory=Future)
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Writes that are made together, and the future of whoever waits for them."""
+
+    writes: list[Write]
+    single: bool  # the future gives the result of the only one, not a list
+    done: Any
+
+    @property
+    def shares(self) -> bool:
+        """Whether they may be in one commit with others."""
+        return all(write.verb in SHARES for write in self.writes)
+
+    def result(self, results: list[Any]) -> Any:
+        return results[0] if self.single else results
 
 
 class Writer:
@@ -46,64 +57,91 @@ class Writer:
     The writes of a commit are sorted by the lock order (group, sample); writes of one sample keep their order.
     Unsorted, two workers' commits deadlock on PostgreSQL more often than they succeed. If one write is refused the
     transaction is taken back and each is done alone, so that only the refused one fails.
+
+    loop  the event loop that submits and waits. It is woken once for a commit, not once for each write; without it,
+          futures are those of threads
     """
 
-    def __init__(self, run: Transactor, max_writes: int = 64) -> None:
-        self.run, self.max_writes = run, max_writes
-        self._waiting: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
-        self._count = 0
+    def __init__(self, run: Transactor, max_writes: int = 64, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.run, self.max_writes, self.loop = run, max_writes, loop
+        self._waiting: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._ends: deque[End] = deque()  # for the loop
+        self._woken = False  # it will look at them
         self.commits = 0
         self._thread = threading.Thread(target=self._loop, name="samplestore-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, verb: Verb, claim: Any, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, verb: Verb, claim: Any, *args: Any, **kwargs: Any) -> Any:
         """Queue `verb(tx, claim, ...)`. The future gives its result, or its error, after the commit."""
-        group_id, sample_id = getattr(claim, "group_id", 0), getattr(claim, "sample_id", 0)
-        self._count += 1
-        # Running from the start, so that it cannot be cancelled: tokens of a task that was cancelled are kept, and the
-        # thread never finds a future that takes no result.
-        if verb is samples.end_request:
-            group_id = LAST  # it has no claim, and counts the tokens that appends before it have stored
-        write = _Write(verb, (claim, *args), kwargs, group_id, sample_id, self._count)
-        write.done.set_running_or_notify_cancel()
-        self._waiting.put(write)
-        return write.done
+        return self._queue([_write(verb, claim, (claim, *args), kwargs)], single=True)
+
+    def submit_together(self, calls: Sequence[Call]) -> Any:
+        """Queue writes of one claim: all of them are made, in order, or none. The future gives their results."""
+        claim = next((call[1] for call in calls if hasattr(call[1], "sample_id")), None)
+        return self._queue([_write(verb, claim, tuple(args), {}) for verb, *args in calls], single=False)
+
+    def _queue(self, writes: list[Write], single: bool) -> Any:
+        done: Any = self.loop.create_future() if self.loop else Future()
+        if self.loop is None:
+            done.set_running_or_notify_cancel()  # a write is made whether somebody waits for it or not
+        self._waiting.put(_Asked(writes, single, done))
+        return done
 
     def _loop(self) -> None:
         while True:
             first = self._waiting.get()
             if first is None:
                 return
-            writes, stop = [first], False
-            while len(writes) < self.max_writes and not self._waiting.empty():
+            asked, stop = [first], False
+            while len(asked) < self.max_writes and not self._waiting.empty():
                 more = self._waiting.get()
                 if more is None:
                     stop = True
                     break
-                writes.append(more)
-            self._commit(writes)
+                asked.append(more)
+            self._commit(asked)
             if stop:
                 return
 
-    def _commit(self, writes: list[_Write]) -> None:
-        alone = [w for w in writes if w.verb not in SHARES]
-        writes = sorted((w for w in writes if w.verb in SHARES), key=lambda w: (w.group_id, w.sample_id, w.number))
-        if len(writes) > 1:
-            try:
-                results = self.run.transact(lambda tx: _all(tx, writes))
-            except Exception:  # one of them was refused, or the database is in trouble: see below
-                results = None
-            if results is not None:
-                self.commits += 1
-                for write, result in zip(writes, results, strict=True):
-                    write.done.set_result(result)
-                writes = []
-        for write in [*writes, *alone]:
-            try:
-                write.done.set_result(self.run.transact(partial(_one, write)))
-                self.commits += 1
-            except BaseException as error:  # handed to whoever waits for this write
-                write.done.set_exception(error)
+    def _commit(self, asked: list[_Asked]) -> None:
+        sharing = [a for a in asked if a.shares]
+        if len(sharing) > 1 and self._at_once(sharing):
+            asked = [a for a in asked if not a.shares]
+        for one in asked:
+            self._alone(one)
+
+    def _at_once(self, asked: list[_Asked]) -> bool:
+        try:
+            results = iter(self.run.transact(lambda tx: perform(tx, [write for a in asked for write in a.writes])))
+        except Exception:  # one of them was refused, or the database is in trouble: each is tried alone
+            return False
+        self.commits += 1
+        self._tell([(a.done, a.result([next(results) for _ in a.writes]), None) for a in asked])
+        return True
+
+    def _alone(self, asked: _Asked) -> None:
+        try:
+            results = self.run.transact(lambda tx: perform(tx, asked.writes))
+        except BaseException as error:  # handed to whoever waits for this write
+            self._tell([(asked.done, None, error)])
+        else:
+            self.commits += 1
+            self._tell([(asked.done, asked.result(results), None)])
+
+    def _tell(self, ends: list[End]) -> None:
+        if self.loop is None:
+            _settle(ends)
+        else:
+            self._ends.extend(ends)
+            if not self._woken:  # to wake a busy loop once more costs as much as an append
+                self._woken = True
+                self.loop.call_soon_threadsafe(self._settle)
+
+    def _settle(self) -> None:
+        """In the loop. What comes after the flag has fallen wakes it again."""
+        self._woken = False
+        while self._ends:
+            _settle([self._ends.popleft()])
 
     def close(self) -> None:
         """Write what was queued, then end the thread."""
@@ -111,12 +149,15 @@ class Writer:
         self._thread.join()
 
 
-def _one(write: _Write, tx: Tx) -> Any:
-    return _all(tx, [write])[0]
+def _settle(ends: list[End]) -> None:
+    for done, result, error in ends:
+        if done.cancelled():
+            continue  # of a task that was cancelled: the write is made all the same
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
 
 
-def _all(tx: Tx, writes: list[_Write]) -> list[Any]:
-    needed = sorted({w.group_id for w in writes if w.verb in LOCKS_GROUP})
-    if needed:
-        tx.lock_groups(needed)  # before any sample: the lock order
-    return [w.verb(tx, *w.args, **w.kwargs) for w in writes]
+def _write(verb: Verb, claim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Write:
+    return Write(verb, (args, kwargs), getattr(claim, "group_id", 0), getattr(claim, "sample_id", 0))

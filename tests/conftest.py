@@ -1,4 +1,8 @@
-"""Fixtures for every test: fresh migrated databases of both kinds, stores on them, and processes that always end."""
+"""Fixtures for every test: fresh migrated databases of both kinds, stores on them, and processes that always end.
+
+This file, contract/ and support/ are installed as samplestore.testing: hence the relative imports in them, and none of
+the rest of the tests.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,39 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.postgres import Databases, PostgresServer, shared_databases
-from tests.support.processes import Processes
-from tests.support.router import Router
+from .support.postgres import Databases, PostgresServer, shared_databases
+from .support.processes import Processes
+from .support.router import Router
 
 if TYPE_CHECKING:
     from samplestore import Store
 
 BACKENDS = ("sqlite", "postgres")
+OPTION = "--samplestore-url"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        OPTION,
+        help="test on this server only: postgresql://USER@HOST/DATABASE, where USER may create databases (each test "
+        "gets one of its own), or sqlite: for files in a temporary folder",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With a URL, leave out what is about the other kind of database."""
+    if url := config.getoption(OPTION, default=None):
+        other = "sqlite" if str(url).startswith("postgres") else "postgres"
+        kept = [item for item in items if not _needs(item, other)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def _needs(item: pytest.Item, backend: str) -> bool:
+    chosen = getattr(getattr(item, "callspec", None), "params", {}).get("db_url")
+    return chosen == backend or (
+        chosen is None and any(n.startswith(backend) for n in getattr(item, "fixturenames", ()))
+    )
 
 
 @pytest.fixture
@@ -51,9 +80,9 @@ def sqlite_url(sqlite_template: Path, tmp_path: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def postgres_server() -> Iterator[Databases]:
+def postgres_server(request: pytest.FixtureRequest) -> Iterator[Databases]:
     """The PostgreSQL server that tests share: never kill it, a test that does asks for postgres_crash_server."""
-    databases = shared_databases()
+    databases = shared_databases(request.config.getoption(OPTION, default=None))
     yield databases
     databases.close()
 

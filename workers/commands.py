@@ -11,6 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
+from samplestore.workers.reward_commands import (
+    Reward,
+    RewardArgs,
+    RewardBatch,
+    RewardConcurrency,
+    RewardKey,
+    RewardTries,
+    Teacher,
+)
+
 EXIT_SECOND_SIGNAL = 130
 
 
@@ -22,17 +32,35 @@ def worker(
     concurrency: Annotated[int | None, typer.Option(help="samples in flight")] = None,
     mode: Annotated[str | None, typer.Option(help="stream | sliced | unary")] = None,
     slice_tokens: Annotated[int | None, typer.Option(help="tokens of a request in mode sliced")] = None,
+    dispatch: Annotated[str | None, typer.Option(help="router | direct: to the engines that the router lists")] = None,
+    routed_experts: Annotated[bool | None, typer.Option(help="store the experts of every token")] = None,
     flush_tokens: Annotated[int | None, typer.Option(help="store a segment after this many tokens")] = None,
     flush_seconds: Annotated[float | None, typer.Option(help="or after this many seconds")] = None,
-    reward: Annotated[str | None, typer.Option(help="module:function, file.py:function, math or reasoning_gym")] = None,
+    episode: Annotated[str | None, typer.Option(help="module:function or file.py:function, async def f(ctx)")] = None,
+    episode_max_calls: Annotated[int | None, typer.Option(help="calls of ctx that one episode may make")] = None,
+    episode_max_aborts: Annotated[int | None, typer.Option(help="an episode aborted more often fails")] = None,
+    episode_step_timeout_s: Annotated[float | None, typer.Option(help="seconds that a step may take")] = None,
+    reward: Reward = None,
+    reward_key: RewardKey = None,
+    reward_args: RewardArgs = None,
+    reward_batch: RewardBatch = None,
+    reward_tries: RewardTries = None,
+    reward_concurrency: RewardConcurrency = None,
+    teacher: Teacher = None,
     reward_processes: Annotated[int | None, typer.Option(help="processes that run the reward function")] = None,
     reward_timeout_s: Annotated[float | None, typer.Option(help="seconds after which a verifier is killed")] = None,
+    group_filter: Annotated[
+        str | None, typer.Option(help="the run's group filter `custom`: module:function or file.py:function")
+    ] = None,
+    sample_filter: Annotated[str | None, typer.Option(help="the run's sample filter `custom`")] = None,
+    filter_timeout_s: Annotated[float | None, typer.Option(help="seconds after which a filter is killed")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="model folder; needed to decode text for rewards")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="response budget; the run's if left out")] = None,
     sampling: Annotated[str | None, typer.Option(help="JSON object of SGLang sampling parameters")] = None,
     update_engines: Annotated[bool | None, typer.Option(help="bring engines to the current weights")] = None,
     drain_timeout_s: Annotated[float | None, typer.Option(help="seconds that a stop waits for partials")] = None,
     exit_when_done: Annotated[bool | None, typer.Option(help="leave when all prompts are used up")] = None,
+    max_queued: Annotated[int | None, typer.Option(help="claim no more while each engine has more waiting")] = None,
     name: Annotated[str | None, typer.Option(help="shown in the dashboard")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; ./samplestore.toml if it is there")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug | info | warning | error")] = None,
@@ -55,9 +83,12 @@ def worker(
 
 _FLAGS = frozenset(
     (
-        "db run router concurrency mode slice_tokens flush_tokens flush_seconds reward reward_processes "
-        "reward_timeout_s tokenizer max_new_tokens sampling update_engines drain_timeout_s exit_when_done "
-        "name log_level log_format"
+        "db run router dispatch concurrency mode slice_tokens routed_experts flush_tokens flush_seconds reward episode "
+        "reward_key reward_args reward_batch reward_tries reward_concurrency teacher "
+        "episode_max_calls episode_max_aborts episode_step_timeout_s "
+        "reward_processes reward_timeout_s group_filter sample_filter filter_timeout_s tokenizer max_new_tokens "
+        "sampling update_engines drain_timeout_s "
+        "exit_when_done max_queued name log_level log_format"
     ).split()
 )
 
@@ -66,30 +97,75 @@ def run_worker(settings: Any) -> int:
     """Open the store and work until told to stop. Returns the exit code. Raises SampleStoreError."""
     import samplestore
     from samplestore.errors import SampleStoreError
-    from samplestore.workers.rewards import RewardPool
+    from samplestore.workers.collector import collect_seldom
     from samplestore.workers.rollout import RolloutWorker
-    from samplestore.workers.scoring import STAGE, Scorer
+    from samplestore.workers.stage_servers import scorer_of
 
     if not settings.router and not settings.engines:
         raise SampleStoreError("no engines to drive. Say --router http://HOST:PORT or --engine http://HOST:PORT")
+    if settings.dispatch == "router" and not settings.router:
+        raise SampleStoreError("--dispatch router needs a router. Say --router http://HOST:PORT or --dispatch direct")
     with samplestore.open(settings.db, create=False) as store:
         run = store.existing_run(settings.run)
-        scorer_of = None
-        if settings.reward:
-            if STAGE not in run.settings.stages:
-                raise SampleStoreError(
-                    f"run {run.name!r} has no reward stage, so --reward would never be asked. "
-                    "Make one that has: samplestore add-prompts FILE --run NEW_NAME"
-                )
-            if not settings.tokenizer:
-                raise SampleStoreError("--reward needs the model's tokenizer to decode text. Say --tokenizer DIR")
-            tokenizer = _tokenizer(settings.tokenizer)
-            pool = RewardPool(
-                settings.reward, processes=settings.reward_processes, timeout_s=settings.reward_timeout_s,
-                memory_mb=settings.reward_memory_mb,
-            )  # fmt: skip
-            scorer_of = lambda write: Scorer(pool, tokenizer, write)  # noqa: E731
-        return asyncio.run(_with_signals(RolloutWorker(run, settings, scorer_of)))
+        episodes = _episodes(settings) if settings.episode else None
+        experts = _expert_shape(run, settings.tokenizer) if settings.routed_experts else None
+        collect_seldom()
+        worker = RolloutWorker(run, settings, scorer_of(run, settings), experts, episodes)
+        worker.filterer_of = filterer_of(run.settings, settings)
+        return asyncio.run(with_signals(worker))
+
+
+def _episodes(settings: Any) -> Any:
+    from samplestore.workers.episode_runs import load_episode
+    from samplestore.workers.episodes import EpisodeOptions
+
+    return EpisodeOptions(
+        load_episode(settings.episode), _tokenizer(settings.tokenizer) if settings.tokenizer else None,
+        settings.episode_max_calls, settings.episode_max_aborts, settings.episode_step_timeout_s,
+    )  # fmt: skip
+
+
+def filterer_of(rules: Any, config: Any) -> Any:
+    """(write) -> Filterer for a worker of these settings; None where it can't run all filters of the run. Raises
+    SampleStoreError for a function that no filter of the run would ask."""
+    from samplestore.errors import SampleStoreError
+    from samplestore.filters import CUSTOM
+    from samplestore.workers.filters import Filterer, FilterProcess
+
+    needed = {"group_filter": CUSTOM in rules.group_filters, "sample_filter": CUSTOM in rules.sample_filters}
+    for name, wanted in needed.items():
+        if getattr(config, name) is not None and not wanted:
+            raise SampleStoreError(
+                f"the run has no {name} {CUSTOM!r}, so --{name.replace('_', '-')} would never be asked. Make one that "
+                f"has: samplestore add-prompts FILE --run NEW_NAME --set '{name}s=[\"{CUSTOM}\"]'"
+            )
+    if not rules.group_filters and not rules.sample_filters:
+        return None
+    if any(wanted and getattr(config, name) is None for name, wanted in needed.items()):
+        return None
+    process = None
+    if any(needed.values()):
+        process = FilterProcess(
+            config.group_filter, config.sample_filter, timeout_s=config.filter_timeout_s,
+            memory_mb=config.reward_memory_mb,
+        )  # fmt: skip
+    tokenizer = _tokenizer(config.tokenizer) if process and config.tokenizer else None
+    return lambda write: Filterer(rules, write, process, tokenizer)
+
+
+def _expert_shape(run: Any, tokenizer: str | None) -> Any:
+    """Layers, top-k and experts of the run's model, from the config.json of --tokenizer or of its weights."""
+    from samplestore.errors import SampleStoreError
+    from samplestore.workers.experts import shape_of
+
+    folders = [tokenizer, *(v.path for v in reversed(run.weight_versions()))]
+    for folder in filter(None, folders):
+        if (shape := shape_of(Path(folder))) is not None:
+            return shape
+    raise SampleStoreError(
+        "--routed-experts needs the config.json of a mixture-of-experts model: how many layers and experts it has is "
+        "in no answer. Say --tokenizer DIR"
+    )
 
 
 def _tokenizer(path: str) -> Any:
@@ -98,7 +174,7 @@ def _tokenizer(path: str) -> Any:
     return load_tokenizer(path)
 
 
-async def _with_signals(rollout: Any) -> int:
+async def with_signals(rollout: Any) -> int:
     loop, seen = asyncio.get_running_loop(), [0]
 
     def on_signal(number: int) -> None:

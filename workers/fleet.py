@@ -1,79 +1,220 @@
-"""The engines of a run: found through the router or given, watched, aborted, and brought to the current weights."""
+"""The engines of a run: found through the router or given, watched, aborted, and left out when they are not fit."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from samplestore.errors import LeaseLost, SampleStoreError
+import sqlalchemy as sa
+
 from samplestore.states import WeightUpdateMode
 from samplestore.verbs import weights
+from samplestore.workers import control, routers
+from samplestore.workers.dispatch import NO_LIMITS, Dispatcher, EngineLimits, Target
 from samplestore.workers.engine_client import EngineClient
-from samplestore.workers.replies import EngineError
+from samplestore.workers.replies import MAX_CUMULATIVE_TOKENS, MIN_CUMULATIVE_CHUNK, EngineError, ReplyReader
+from samplestore.workers.updates import Updates
 
 log = logging.getLogger("samplestore.fleet")
 
 Write = Callable[..., Awaitable[Any]]  # verb, first argument, more arguments -> result, after the commit
+Read = Callable[[Callable[[sa.Connection], Any]], Awaitable[Any]]
+
+PROBE_S, PROBE_EVERY_S = 30.0, 10.0  # for a probe's answer; between two probes of a failed engine
+PROBE_PROMPT = [0]
+LAST_COUNT_S = 3.0
+COUNTERS_S = 15.0  # between two readings of an engine's load and token counter
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a worker will ask of engines, held against what they and the router can do before anything is asked."""
+
+    streams: bool
+    max_new_tokens: int
+    sampling: frozenset[str]
+    fields: frozenset[str]  # of the request's top level
+    routed_experts: bool
 
 
 class Fleet:
-    """What a worker knows of its engines. The database says which version each should serve, and which process may
-    drive its update; this class asks, tells and reports."""
+    """What a worker knows of its engines. The database says which version each should serve, which are not fit, and
+    which process may drive an update; this class asks, tells and reports."""
 
     def __init__(
-        self, client: EngineClient, write: Write, worker_id: int, mode: str, *,
-        router: str | None, urls: list[str], update_timeout_s: float,
+        self, client: EngineClient, write: Write, read: Read, run_id: int, worker_id: int, mode: str, needs: Needs, *,
+        router: str | None, urls: list[str], direct: bool, drives: bool, update_timeout_s: float,
+        max_queued: int | None = None, limits: EngineLimits = NO_LIMITS,
     ) -> None:  # fmt: skip
-        self.client, self.write, self.worker_id = client, write, worker_id
-        self.mode = WeightUpdateMode(mode)
-        self.router, self.given = router.rstrip("/") if router else None, [u.rstrip("/") for u in urls]
-        self.update_timeout_s = update_timeout_s
+        self.drives = drives  # this worker may bring engines to other weights, and ends the pauses that belong to it
+        self.client, self.write, self.read = client, write, read
+        self.run_id, self.needs, self.mode = run_id, needs, WeightUpdateMode(mode)
+        self.router = router.rstrip("/") if router else None
+        self.given = [u.rstrip("/") for u in urls]
+        self.direct = direct or self.router is None
         self.engines: dict[str, str | None] = dict.fromkeys(self.given)  # url -> label that it last reported
-        self.context_length: int | None = None
+        self.context_length: int | None = None  # the shortest of the fleet: a longer request would be refused
+        self.vocab_size: int | None = None  # the smallest of the fleet
+        self.stop_ids: frozenset[int] = frozenset()  # end tokens of its model
         self.looked = False  # whether the engines have been asked once
-        self._list_path: str | None = None
-        self._updating: dict[str, asyncio.Task[None]] = {}
-        self._claiming: set[str] = set()
+        self.unfit: set[str] = set()  # the database says that they failed
+        self.updates = Updates(client, write, worker_id, self.mode, self.router, update_timeout_s)
+        self.max_queued = max_queued
+        self.queued: dict[str, int] = {}  # url -> requests that waited there when last asked; with max_queued only
+        self._dispatcher = Dispatcher(limits)
+        self._through: routers.Router | None = None
+        self._router_away = False  # no connection to it; until it lists its engines again
+        self._strangers: set[str] = set()  # serve weights that this run has not published, and cannot load
         self._down: set[str] = set()  # did not answer when last asked
-        self._unsettled: set[str] = set()  # mode keep: engines whose last change of weights somebody else drove
+        self.wanted: str | None = None  # the label that engines should serve, where we can bring them to it
+        self._probed: dict[str, float] = {}  # url -> when it was last probed
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self._counted: dict[str, float] = {}  # url -> when its counters were last read
+        self._proving = asyncio.Lock()
+        self._found_unfit = 0.0  # when this worker last found an engine unfit
 
-    def base_for(self, group_id: int) -> str:
-        """Where a group's generate calls go: the router, or one of the engines that were given, always the same while
-        it answers."""
-        if self.router is not None:
-            return self.router
-        urls = sorted(self.engines.keys() - self._down) or sorted(self.engines)
-        return urls[group_id % len(urls)]
+    # -- where requests go
 
-    def suspect(self, base: str) -> None:
-        """A call to `base` was cut off: where there is no router to see to it, others are asked until it answers."""
-        if base != self.router:
-            self._down.add(base)
+    @property
+    def flushes(self) -> bool:
+        """Whether engines empty their prefix cache when they change weights; else requests carry a key for it."""
+        return self.mode == WeightUpdateMode.ABORT
+
+    @property
+    def fit(self) -> list[str]:
+        """Engines that answer, are not known to be broken, and serve weights that the run knows."""
+        if self._router_away:
+            return []
+        return sorted(self.engines.keys() - self._down - self.unfit - self._strangers)
+
+    @property
+    def queueing(self) -> bool:
+        """Whether every fit engine had more requests waiting than max_queued when last asked."""
+        return bool(self.fit) and not self._with_room()
+
+    def _with_room(self) -> list[str]:
+        most = self.max_queued
+        return [url for url in self.fit if most is None or self.queued.get(url, 0) <= most]
+
+    async def _ask_queue(self, url: str) -> None:
+        if self.max_queued is None:
+            return
+        try:
+            self.queued[url] = (await control.load(self.client, url)).queued or 0
+        except EngineError as error:
+            self.queued.pop(url, None)  # a limit must not stop the run because a release can't tell
+            log.debug("engine=%s tells no queue: %s", url, error)
+
+    @contextmanager
+    def place(self, group_id: int) -> Iterator[Target]:
+        """Where a request of a group goes. There must be a fit engine."""
+        if self.direct:
+            with self._dispatcher.place(group_id, self._with_room() or self.fit) as engine:
+                yield Target(engine, engine)
+        else:
+            assert self.router is not None
+            yield Target(self.router, None)
+
+    def suspect(self, target: Target, error: EngineError | None) -> None:
+        """A call was cut off: where no router sees to it, others are asked until that engine answers again. A router
+        that cannot be reached is not asked by every sample, but by the next look."""
+        if target.engine is not None:
+            self._down.add(target.engine)
+        elif error is not None and error.unconnected:
+            self._router_away = True
+
+    async def unfit_after(self, engine: str | None, prompt: Any, since: float, error: Exception) -> bool:
+        """Whether an engine, not the sample, is to blame for log-probs that are no numbers, or may be; one that is
+        gets recorded and left out. `engine`: who answered, None if a router did not tell; `since`: when the request
+        began."""
+        async with self._proving:  # a hundred samples find it at once; one probe is enough
+            if engine in self.unfit or (engine is None and self._found_unfit >= since):
+                return True
+            # Those known to be unfit, too: a router may send them requests for a while after they were taken out.
+            asked = [engine] if engine else sorted(self.engines.keys() - self._down)
+            answers = {url: await self._gives_no_numbers(url, prompt.tolist()) for url in asked}
+            for url in (url for url, broken in answers.items() if broken):
+                log.error("engine=%s is left out: %s", url, error)
+                await self._leave_out(url, str(error))
+            return any(broken is not False for broken in answers.values())  # no answer proves nothing
+
+    async def _leave_out(self, url: str, error: str) -> None:
+        label = self.engines.get(url)
+        if not await self.updates.take_out(url, error, label):
+            if url not in await self.read(lambda c: weights.failed_engines(c, self.run_id)):
+                return  # it was brought to other weights meanwhile
+            await self.updates.unlist(url)  # somebody else has found it; the router may not have heard
+        self.unfit.add(url)
+        self._found_unfit = time.monotonic()
+
+    async def _gives_no_numbers(self, url: str, prompt: list[int]) -> bool | None:
+        """Generate one token. None: there was no answer to judge by."""
+        reader = ReplyReader()
+        body = {
+            "rid": secrets.token_hex(16), "input_ids": prompt, "return_logprob": True, "stream": False,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+        }  # fmt: skip
+        try:
+            async with asyncio.timeout(PROBE_S), contextlib.aclosing(self.client.generate(url, body, "probe")) as reply:
+                for chunk in await reply.read():
+                    reader.feed(chunk)
+        except (EngineError, TimeoutError) as error:
+            log.warning("engine=%s could not be probed: %s", url, error)
+            return None
+        return reader.without_numbers if reader.totals.completion_tokens else None
+
+    def _due_for_probe(self, url: str, label: str | None) -> bool:
+        """Engines that failed come back with their next weights. Where none are due (it serves the current ones after
+        all, or loading is not our business) a probe tells whether somebody has repaired it."""
+        due = time.monotonic() - self._probed.get(url, -PROBE_EVERY_S) >= PROBE_EVERY_S
+        running = url in self._probes and not self._probes[url].done()
+        if not due or running or (self.wanted is not None and label != self.wanted):
+            return False
+        self._probed[url] = time.monotonic()
+        return True
+
+    async def _recover(self, url: str, label: str | None) -> None:
+        try:
+            if self.drives:  # its update may have ended between the weights and the continue
+                await control.proceed(self.client, url)
+            if await self._gives_no_numbers(url, PROBE_PROMPT) is not False:
+                return
+            await self.updates.put_back(url)
+            if await self.write(weights.engine_recovered, url, label):
+                log.info("engine=%s is fit again", url)
+                self.unfit.discard(url)
+            elif url in await self.read(lambda c: weights.failed_engines(c, self.run_id)):
+                await self.updates.unlist(url)  # it has other weights by now, and failed with those
+        except EngineError as error:
+            log.warning("engine=%s could not be put back: %s", url, error)
+
+    # -- who is there
 
     async def discover(self) -> list[str]:
-        """Engine URLs from the router (GET /workers, older ones GET /list_workers), and those given."""
+        """Engine URLs: those that the router lists, and those given."""
         if self.router is None:
             return list(self.given)
-        found = set(self.given)
-        for path in [self._list_path] if self._list_path else ["/workers", "/list_workers"]:
-            try:
-                answer = await self.client.get(f"{self.router}{path}")
-            except EngineError as error:
-                if error.status in (404, 405) and not self._list_path:
-                    continue
-                raise
-            self._list_path = path
-            found |= _urls(answer)
-            break
-        else:
-            raise EngineError("refused", f"{self.router} lists its engines neither at /workers nor at /list_workers")
-        return sorted(found)
+        if self._through is None and not self.direct:
+            self._through = await routers.identify(self.client, self.router)
+            routers.require_passes(self._through, self.needs.fields, self.needs.sampling)
+        return sorted({*self.given, *await routers.listed(self.client, self.router)})
 
     async def refresh(self) -> None:
-        """See which engines there are and what they serve, and record it."""
-        urls = await self.discover()
+        """See which engines there are and what they serve, and record it. Raises EngineError; "setup" is final."""
+        found = await self._discovered()
+        known = set(self.unfit)
+        failed = await self.read(lambda c: weights.failed_engines(c, self.run_id))
+        self.unfit = set(failed) | (self.unfit - known)  # some may have been found while that was read
+        # those that failed are looked at too: they were taken out of the router's list, and may come back
+        urls = sorted({*found, *failed})
+        self._router_away = False
         for gone in self.engines.keys() - set(urls):
             del self.engines[gone]
         # At once: one engine that hangs must not keep the others from being seen and updated.
@@ -83,156 +224,145 @@ class Fleet:
                 raise failure
         self.looked = True
 
-    async def _look(self, url: str) -> None:
+    async def _discovered(self) -> list[str]:
         try:
-            info = await self._info(url)
+            return await self.discover()
         except EngineError as error:
+            if error.kind == "setup" or not self.direct or not self.engines:
+                raise
+            log.warning("router=%s lists no engines, going on with those known: %s", self.router, error)
+            return list(self.engines)
+
+    async def _look(self, url: str) -> None:
+        before = self.engines.get(url)
+        try:
+            if before is None and url in self.given and await routers.is_router(self.client, url):
+                raise EngineError("setup", f"{url} is a router, not an engine. Say --router {url}")
+            label = (await control.info(self.client, url)).label
+            if before != label:  # new, or started again: perhaps otherwise
+                self._hold_against_needs(url, await control.server(self.client, url))
+        except EngineError as error:
+            if error.kind == "setup" and not self.looked:
+                raise  # one that joins later is left out: the others do well without it
             self.engines.setdefault(url, None)
+            log.log(logging.DEBUG if url in self._down else logging.WARNING, "engine=%s is left out: %s", url, error)
             self._down.add(url)
-            log.warning("engine=%s does not answer: %s", url, error)
             return
         self._down.discard(url)
-        if url in self._updating:
+        if url in self.updates.running:
             return
-        before, label = self.engines.get(url), info.get("weight_version")
-        self.engines[url] = label if isinstance(label, str) else None
-        row = await self.write(weights.see_engine, url, self.engines[url])
-        if self.mode == WeightUpdateMode.KEEP:
-            if before != self.engines[url]:
-                self._unsettled.add(url)
-            if url in self._unsettled and row["owner"] is None:
-                await self._wake(url)
+        await self._ask_queue(url)
+        self.engines[url] = label
+        if self.drives and not await self._settled(url, label):
+            return
+        row = await self._record(url, label)
+        self._judge_label(url, row)
+        if url in self.unfit and row["owner"] is None and self._due_for_probe(url, label):
+            # by itself: an engine that hangs would keep all from being looked at
+            self._probes[url] = asyncio.create_task(self._recover(url, label))
 
-    async def _wake(self, url: str) -> None:
-        """Let an engine go on whose weights were changed by somebody else. A driver that died between the update and
-        its continue_generation would leave it frozen for ever; where it lives on, another continue is harmless."""
+    def _judge_label(self, url: str, row: Any) -> None:
+        """Tokens of weights that the run does not know can never be trained on: an engine that has them, and that no
+        update brings to others, gets no requests."""
+        if row["version"] is not None or row["label"] is None or (self.drives and self.wanted is not None):
+            self._strangers.discard(url)
+        elif url not in self._strangers:
+            self._strangers.add(url)
+            log.error(
+                "engine=%s serves %r, which this run has not published: it gets no requests. Bring it to the run's "
+                "weights with: samplestore engines update --engine %s --path MODEL --label default",
+                url, row["label"], url,
+            )  # fmt: skip
+
+    def _hold_against_needs(self, url: str, server: control.Server) -> None:
+        """What cannot work, or would cost too much, is an error now and not a gap in the data later."""
+        needs = self.needs
+        self.stop_ids |= server.stop_ids
+        for name in ("context_length", "vocab_size"):
+            if (told := getattr(server, name)) is not None:
+                setattr(self, name, min(told, getattr(self, name) or told))
+        costly = needs.max_new_tokens > MAX_CUMULATIVE_TOKENS and (server.stream_interval or 1) < MIN_CUMULATIVE_CHUNK
+        if needs.streams and server.incremental is False and costly:
+            raise EngineError(
+                "setup",
+                f"{url} streams cumulatively, every {server.stream_interval or 1} tokens: of a response of "
+                f"{needs.max_new_tokens:,} tokens each would be sent hundreds of times. Start it with: "
+                f"--incremental-streaming-output, or with --stream-interval {MIN_CUMULATIVE_CHUNK}; or the worker with "
+                "--mode sliced",
+            )
+        if needs.routed_experts and server.routed_experts is False:
+            raise EngineError(
+                "setup", f"{url} returns no routed experts. Start it with: --enable-return-routed-experts"
+            )
+
+    async def _record(self, url: str, label: str | None) -> Any:
+        """Write what an engine serves; now and then also its load and its count of generated tokens."""
+        now = time.monotonic()
+        if now - self._counted.get(url, -COUNTERS_S) < COUNTERS_S:
+            return await self.write(weights.see_engine, url, label)
+        self._counted[url] = now
+        base = await self.read(lambda c: weights.counter_base(c, url))
         try:
-            await self.client.post(f"{url}/continue_generation", {})
+            facts = await control.facts(self.client, url)
+            label = (await control.info(self.client, url)).label  # that took a while: an update may have ended
+        except EngineError as error:
+            log.info("engine=%s tells no counters: %s", url, error)
+            return await self.write(weights.see_engine, url, label)
+        self.engines[url] = label
+        return await self.write(weights.see_engine, url, label, facts=facts, counter_seen_at=base)
+
+    async def _settled(self, url: str, label: str | None) -> bool:
+        """Whether an engine's weights are those that the database has seen, or may be recorded. Where somebody else
+        changed them and nobody drives an update, the driver died between the update and its continue_generation: the
+        engine would stay frozen for ever. Where the driver lives on after all, another continue is harmless. An engine
+        that is paused with the weights that it had is none of our business: its memory may be released."""
+        known, owner = await self.read(lambda c: weights.known_engine(c, url))
+        if known is None or known == label:
+            return True
+        if owner is not None:
+            return False  # it will say, or be reaped
+        try:
+            await control.proceed(self.client, url)
         except EngineError as error:
             log.warning("engine=%s could not be told to go on: %s", url, error)
-            return
-        self._unsettled.discard(url)
-
-    async def _info(self, url: str) -> dict[str, Any]:
-        try:
-            info = await self.client.get(f"{url}/model_info")
-        except EngineError as error:
-            if error.status != 404:
-                raise
-            info = await self.client.get(f"{url}/get_model_info")
-        if not isinstance(info, dict):
-            raise EngineError("broken", f"{url}/model_info answered {str(info)[:100]!r}")
-        await self._learn_context(url)
-        return info
-
-    async def _learn_context(self, url: str) -> None:
-        """The shortest context length of the fleet: a longer request would be refused."""
-        if self.engines.get(url) is not None:
-            return
-        try:
-            server = await self.client.get(f"{url}/server_info")
-        except EngineError:
-            return  # older releases have no such page; the engine then refuses what is too long, with a message
-        length = server.get("context_length") if isinstance(server, dict) else None
-        if isinstance(length, int) and length > 0:
-            self.context_length = min(length, self.context_length or length)
-
-    # -- weights
+            return False
+        return True
 
     async def follow(self, url: str) -> None:
         """Bring an engine to the run's current version, unless another process does."""
-        if url in self._updating or url in self._claiming:
-            return  # before the claim: one that is made and then dropped would hold the engine for ever
-        self._claiming.add(url)
-        try:
-            held = await self.write(weights.claim_engine, self.worker_id, url)
-        finally:
-            self._claiming.discard(url)
-        if held is None:
-            return
-        task = asyncio.create_task(self._update(held))
-        self._updating[url] = task
-        task.add_done_callback(lambda _: self._updating.pop(url, None))
-
-    async def _update(self, held: dict[str, Any]) -> None:
-        url, label = held["url"], held["label"]
-        log.info("engine=%s version=%s mode=%s updating", url, held["version"], self.mode)
-        try:
-            await self._load(url, held["path"], label)
-            info = await self._info(url)
-            served = info.get("weight_version")
-            if served != label:
-                raise EngineError("broken", f"was told to serve {label}, says {served!r}")
-            error = None
-        except EngineError as failure:
-            served, error = await self._served(url), str(failure)
-            log.error("engine=%s update failed: %s", url, failure)
-        self.engines[url] = served if isinstance(served, str) else None
-        try:
-            await self.write(weights.engine_updated, held, self.engines[url], error)
-        except LeaseLost:
-            log.warning("engine=%s another process took its update over", url)
-        except SampleStoreError as failure:
-            log.error("engine=%s update could not be recorded: %s", url, failure)
-
-    async def _served(self, url: str) -> str | None:
-        try:
-            label = (await self._info(url)).get("weight_version")
-        except EngineError:
-            return None
-        return label if isinstance(label, str) else None
-
-    async def _load(self, url: str, path: str, label: str) -> None:
-        """abort: what runs is handed back, labelled with the old version, before the weights change. keep: frozen in
-        place, and goes on. drain: the engine waits until it is idle. abort_all_requests is always said: one release's
-        default kills everything in flight."""
-        body = {
-            "model_path": path,
-            "weight_version": label,
-            "abort_all_requests": self.mode == WeightUpdateMode.ABORT,
-            # kept requests need their cache; elsewhere old KV must not serve new weights
-            "flush_cache": self.mode != WeightUpdateMode.KEEP,
-        }
-        keep = self.mode == WeightUpdateMode.KEEP
-        if keep:
-            await self.client.post(f"{url}/pause_generation", {"mode": "in_place"})
-        try:
-            answer = await self.client.post(f"{url}/update_weights_from_disk", body, self.update_timeout_s)
-        finally:
-            if keep:
-                await self.client.post(f"{url}/continue_generation", {})
-        if isinstance(answer, dict) and answer.get("success") is False:
-            raise EngineError("refused", str(answer.get("message", answer)))
+        await self.updates.follow(url, self.engines, url in self.unfit)
 
     # -- aborts
 
-    async def abort(self, rid: str) -> None:
-        """Abort one request, wherever it runs: control calls do not pass the router. An unknown rid is harmless."""
-        await asyncio.gather(*(self._abort_at(url, rid) for url in list(self.engines)))
+    async def abort(self, rid: str, engine: str | None) -> None:
+        """Abort one request at `engine`, or wherever it runs: control calls do not pass the router. An unknown rid is
+        harmless."""
+        await self._at(engine, lambda url: control.abort(self.client, url, rid), f"abort of {rid}")
 
-    async def _abort_at(self, url: str, rid: str) -> None:
-        try:
-            await self.client.post(f"{url}/abort_request", {"rid": rid}, 5.0)
-        except EngineError as error:
-            log.warning("engine=%s rid=%s abort failed: %s", url, rid, error)
+    async def abort_all(self, engine: str | None) -> None:
+        """Abort everything that runs at `engine`, or at all of them."""
+        await self._at(engine, lambda url: control.abort_all(self.client, url), "abort of all")
+
+    async def _at(self, engine: str | None, call: Callable[[str], Awaitable[None]], what: str) -> None:
+        async def one(url: str) -> None:
+            try:
+                await call(url)
+            except EngineError as error:
+                log.warning("engine=%s %s failed: %s", url, what, error)
+
+        await asyncio.gather(*(one(url) for url in ([engine] if engine else list(self.engines))))
 
     async def close(self, timeout_s: float) -> None:
-        """Wait for updates that this process drives: an engine must not be left half told. One that takes longer is
-        left to whoever takes over: a stop must not wait minutes for an engine that hangs."""
-        if not self._updating:
-            return
-        _, late = await asyncio.wait(self._updating.values(), timeout=timeout_s)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
-
-
-def _urls(answer: Any) -> set[str]:
-    """Engine URLs in the shapes that routers list them in."""
-    listed = answer.get("workers", answer.get("urls", [])) if isinstance(answer, dict) else answer
-    found = set()
-    for item in listed if isinstance(listed, list) else []:
-        url = item.get("url") if isinstance(item, dict) else item
-        if isinstance(url, str) and url.startswith(("http://", "https://")):
-            found.add(url.rstrip("/"))
-    return found
+        """Wait for the updates that this worker drives, and read the engines' counters once more: only then can the
+        ledger hold them against all requests."""
+        self._counted.clear()
+        last = [asyncio.create_task(self._record(url, self.engines[url])) for url in self.fit if self.engines[url]]
+        if last:
+            _, late = await asyncio.wait(last, timeout=LAST_COUNT_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*last, return_exceptions=True)
+        for probe in self._probes.values():
+            probe.cancel()
+        await asyncio.gather(*self._probes.values(), return_exceptions=True)
+        await self.updates.close(timeout_s)

@@ -7,23 +7,30 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from samplestore.errors import InvalidSegment, LeaseLost, SequenceConflict
 from samplestore.run import advance
-from samplestore.types import Claim, RequestInfo
+from samplestore.types import Claim, RequestInfo, StageClaim
 from samplestore.verbs import samples
-from samplestore.workers.engine_client import EngineClient
+from samplestore.workers.dispatch import Target
+from samplestore.workers.engine_client import EngineClient, Reply
+from samplestore.workers.experts import ExpertShape, decode
+from samplestore.workers.pending import Pending, spans_of
 from samplestore.workers.replies import Delta, EngineError, ReplyReader
+from samplestore.writer import Call
 
 log = logging.getLogger("samplestore.generation")
 
 Write = Callable[..., Awaitable[Any]]
-_END = object()
+Together = Callable[[Sequence[Call]], Awaitable[list[Any]]]
+Part = tuple[int, int, tuple[str | None, ...]]  # of the pending tokens: from, to, and whose weights made them
+GREEDY_BELOW = 1e-6
+EXPERT_FIELDS = ("return_routed_experts", "routed_experts_start_len")
 CONTEXT_MARGIN = 6  # SGLang refuses prompts within 6 tokens of its context, and stops 2 before it
 
 
@@ -38,36 +45,17 @@ class Limits:
     max_new_tokens: int
     sampling: dict[str, Any]
     versions_may_change: bool  # weights change under running requests (weight_update="keep")
+    routed_experts: ExpertShape | None = None  # ask for them, and this is what an answer must look like
+    prepare_array: Callable[..., Any] | None = None  # run.prepare_array: a large array goes into a file of its own
+    resumes: bool = True  # what ends early goes on from its stored tokens; else it starts again from its prompt
+    sampling_seed: int | None = None  # of sample 0 of each group; the next one has the next
 
-
-@dataclass(slots=True)
-class Pending:
-    """Tokens that the engine has sent and the store has not acknowledged, in order."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[Any] | None = field(default_factory=list)
-    since: float = 0.0
-
-    def add(self, delta: Delta) -> None:
-        if not delta.ids:
-            return
-        if not self.ids:
-            self.since, self.logprobs = time.monotonic(), []
-        self.ids += delta.ids
-        if self.logprobs is None or delta.logprobs is None:
-            self.logprobs = None
-        else:
-            self.logprobs += delta.logprobs
-
-    def first(self, n: int) -> tuple[list[int], list[Any] | None]:
-        """The first n tokens and their log-probs."""
-        return self.ids[:n], None if self.logprobs is None else self.logprobs[:n]
-
-    def drop(self, n: int) -> None:
-        """The first n are stored. Not before: behind tokens that were refused nothing may be stored, or the response
-        would have a hole."""
-        self.ids = self.ids[n:]
-        self.logprobs = None if self.logprobs is None else self.logprobs[n:]
+    def over(self, sampling: dict[str, Any] | None, max_new_tokens: int | None) -> Limits:
+        """These limits with what a sample brings of its own, as those of an evaluation do."""
+        if sampling is None and max_new_tokens is None:
+            return self
+        given = {**self.sampling, **(sampling or {})}
+        return replace(self, sampling=given, max_new_tokens=max_new_tokens or self.max_new_tokens)
 
 
 class Outcome:
@@ -77,20 +65,34 @@ class Outcome:
 class Request:
     """One call to an engine for a claimed sample: reads its chunks, flushes segments, closes its row.
 
+    write         one write, acknowledged; `together`: several of the sample, all of them or none
+    closing       what ends the sample, told the tokens of this request, why it ended and its last token; None: it goes
+                  on. Stored together with the last tokens
     versions      looks a label up: the run's version number, or None
     labels_before the labels that the engines reported just before the call
     why_aborted   the reason to record for an abort of tokens made under a label
-    cache_key     requests of different keys share no prefix cache. Where weights change without a flush, a request
-                  would else be continued from keys and values of other weights
+    cache_label   where weights change without a flush, a request could be continued from keys and values of other
+                  weights. So it shares its cache only with requests of this label (asked when it is sent), or with
+                  none if that is None; without the function it shares it with all
     """
 
     def __init__(
-        self, claim: Claim, client: EngineClient, write: Write, limits: Limits,
+        self, claim: Claim, client: EngineClient, write: Write, together: Together, limits: Limits,
+        closing: Callable[[int, str, int], Call | None],
         versions: Callable[[str | None], Awaitable[int | None]], labels_before: set[str | None],
-        why_aborted: Callable[[str | None], str], cache_key: str | None = None,
+        why_aborted: Callable[[str | None], str], cache_label: Callable[[], str | None] | None = None,
+        image_data: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self.claim, self.client, self.write, self.limits = claim, client, write, limits
-        self.versions, self.why_aborted, self.cache_key = versions, why_aborted, cache_key
+        self.engine: str | None = None  # who answers, as far as it is known
+        self.error: EngineError | None = None  # what ended it early
+        self.claim, self.client, self.write, self.together, self.limits = claim, client, write, together, limits
+        self.closing = closing
+        self.closed = False  # its row has its end
+        self.finished: list[StageClaim] | None = None  # the sample was finished with it: its stages
+        self.versions, self.why_aborted, self.cache_label = versions, why_aborted, cache_label
+        self.direct = False  # no router between
+        self.image_data = image_data  # the prompt's images, as data URLs
+        self.shares: str | None = None  # the label whose cache it shares
         self.rid = secrets.token_hex(16)  # fixed length: some engines abort by prefix
         self.reader, self.pending = ReplyReader(), Pending()
         self.certain = 0  # tokens of `pending`, from its start, whose version is certain
@@ -99,19 +101,20 @@ class Request:
         self.last_label = next(iter(labels_before)) if known else None
         self.labels_before = labels_before
         self.held = False  # a chunk straddled a change of versions: what follows waits for the final spans
-        self.abort_told = False
         self.stored = 0
+        self.first_row = 0  # of the sequence, that routed experts are asked from
 
-    async def run(self, base: str, budget: int, resumes: bool, engine: str | None = None) -> str:
+    async def run(self, target: Target, budget: int, resumes: bool) -> str:
         """Generate up to `budget` tokens. Returns an Outcome; everything that may be stored is stored.
-        `engine`: which one `base` is, where it is not a router.
-        Raises LeaseLost, InvalidSegment, EngineError("refused" | "broken")."""
-        temperature = float(self.limits.sampling.get("temperature", 1.0))
-        await self.write(samples.begin_request, self.claim, self.rid, engine, temperature, resumes)
+        Raises LeaseLost, InvalidSegment, EngineError of every kind but "unreachable" and "busy"."""
+        temperature = carried_temperature(self.sampling)
+        self.engine, self.direct = target.engine, target.engine is not None
+        draw = (self.sampling.get("sampling_seed"), is_greedy(self.sampling))
+        await self.write(samples.begin_request, self.claim, self.rid, self.engine, temperature, resumes, *draw)
         lost: str | None = "worker failed"
         try:
-            outcome = await self._read(base, budget)
-            lost = "engine died" if outcome == Outcome.CUT else None
+            outcome = await self._read(target.base, budget)
+            lost = self._why_lost() if outcome == Outcome.CUT else None
             return outcome
         except LeaseLost:
             lost = "lease lost"
@@ -127,7 +130,19 @@ class Request:
             await uninterrupted(self._flush_rest())  # what has come is kept
             raise
         finally:
-            await asyncio.shield(self._close(lost))
+            if not self.closed:
+                await asyncio.shield(self.write(*self._end(lost)))
+
+    def _why_lost(self) -> str | None:
+        if self.error is not None and self.error.unconnected:
+            return None  # nothing was asked, so nothing was made
+        return "stale cache" if self.error is not None and self.error.kind == "stale" else "engine died"
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Those of its sample: with its seed, where the run has one and no other is given."""
+        seed, given = self.limits.sampling_seed, self.limits.sampling
+        return given if seed is None else {"sampling_seed": seed + self.claim.index, **given}
 
     def _body(self, budget: int) -> dict[str, Any]:
         claim, streaming = self.claim, self.limits.mode == "stream"
@@ -135,53 +150,102 @@ class Request:
         body = {
             "rid": self.rid,
             "input_ids": [*claim.prompt_ids.tolist(), *claim.response_ids.tolist()],
-            "sampling_params": {**self.limits.sampling, "max_new_tokens": n},
+            "sampling_params": {**self.sampling, "max_new_tokens": n},
             "return_logprob": True,
             "stream": streaming,
         }
-        if self.cache_key is not None:
-            body["extra_key"] = self.cache_key
+        if self.image_data:
+            body["image_data"] = list(self.image_data)
+        if self.cache_label is not None:
+            self.shares = self.cache_label()
+            body["extra_key"] = self.shares or secrets.token_hex(16)
+        if self.limits.routed_experts is not None:
+            self.first_row = int(claim.prompt_ids.size) + claim.n_tokens - 1 if claim.n_tokens else 0
+            body["return_routed_experts"] = True
+            body["routed_experts_start_len"] = self.first_row
         return body
 
     async def _read(self, base: str, budget: int) -> str:
         """Read to the end. A reply is complete by its finish_reason alone: some routers say [DONE] after an error."""
         body, reader = self._body(budget), self.reader
         try:
-            chunks = self.client.generate(base, body, f"{self.claim.run_id}-{self.claim.group_id}")
-            async with contextlib.aclosing(chunks):  # an error must end the call now: the engine stops when it is cut
-                await self._receive(chunks)
+            reply = self.client.generate(base, body, f"{self.claim.run_id}-{self.claim.group_id}")
+            async with contextlib.aclosing(reply):  # an error must end the call now: the engine stops when it is cut
+                await self._receive(reply)
         except EngineError as error:
+            self.error = error
             if error.kind == "busy" and not reader.totals.completion_tokens:
                 return Outcome.BUSY
-            if error.kind in ("refused", "broken"):
+            if error.kind == "stale":  # none of it is kept, though it may be complete
+                log.warning("sample=%d rid=%s %s", self.claim.sample_id, self.rid, error)
+                self.pending = Pending()
+                return Outcome.CUT
+            if error.kind not in ("unreachable", "busy", "error"):
                 await self._flush_rest()  # what came before the error is good
                 raise
             log.warning("sample=%d rid=%s %s", self.claim.sample_id, self.rid, error)
-        await self._flush_rest()
+        experts = self._experts()  # before the end is stored: a reply whose experts are wrong is not complete
         reason = reader.totals.finish_reason
         if reason is None:
+            await self._flush_rest()
             return Outcome.CUT
-        if reason == "abort" and self.claim.n_tokens and not self.abort_told:
-            await self.write(samples.note_abort, self.claim, self.why_aborted(reader.totals.label))
-        self.claim.finish_reason = reason
+        await uninterrupted(self._conclude(reason, experts))
         return Outcome.ABORTED if reason == "abort" else Outcome.FINISHED
 
-    async def _receive(self, chunks: AsyncGenerator[Any, None]) -> None:
-        """Take what comes, and flush it in time, also while nothing more comes: an engine may be paused for long."""
-        while True:
-            arriving = asyncio.ensure_future(anext(chunks, _END))
-            try:
-                while not (await asyncio.wait([arriving], timeout=self._due_in()))[0]:
-                    await self._flush(self.certain, self.certain_label)
-            finally:
-                if not arriving.done():
-                    arriving.cancel()
-                    await asyncio.wait([arriving])  # a generator that runs can't be closed
-            if (chunk := arriving.result()) is _END:
-                return
-            self._take(self.reader.feed(chunk))
-            if self.certain >= self.limits.flush_tokens or self._due_in() == 0:
+    async def _conclude(self, reason: str, experts: Any) -> None:
+        """Store the end of a complete reply, its row, and the end of the sample where this is it: one write."""
+        claim, parts, made = self.claim, self._rest(), self.stored + len(self.pending.ids)
+        then: list[Call] = []
+        if experts is not None:
+            n = self.limits.routed_experts.n_experts if self.limits.routed_experts else 0
+            if self.limits.prepare_array is not None:  # on the disk before the row that names it
+                experts = await asyncio.to_thread(self.limits.prepare_array, "routed_experts", experts, n)
+            then.append((samples.attach, claim, "routed_experts", experts, n, self.first_row))
+        if reason == "abort" and claim.n_tokens and not parts:  # else the last segment tells it
+            then.append((samples.note_abort, claim, self.why_aborted(self.reader.totals.label), self.rid))
+        then.append(self._end(None, made))
+        ids = self.pending.ids if self.pending.ids else claim.response_ids
+        ends = None if reason == "abort" else self.closing(made, reason, int(ids[-1]) if len(ids) else -1)
+        # after an attach in a write of its own: said twice with it, the attach would find the sample ended
+        last = [] if ends is None or experts is not None else [ends]
+        results = await self._send(parts, [*then, *last])
+        self.closed, claim.finish_reason = True, reason
+        if ends:
+            self.finished = results[-1] if last else await self.write(*ends)
+
+    async def _receive(self, reply: Reply) -> None:
+        """Take what comes, and flush it in time, also while nothing more comes: an engine may be paused for long. One
+        timer serves all the reads up to a flush: one for each would cost more than the reading."""
+        more = self._take_all(reply, await reply.read())  # whole: before the first chunk nothing can be due
+        while more and not self.complete:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.limits.flush_seconds):
+                    while more and not self._flush_due() and not self.complete:
+                        more = self._take_all(reply, await reply.read())
+            if more and not self.complete:  # the rest of a reply is flushed by its spans
                 await self._flush(self.certain, self.certain_label)
+        while more:
+            more = self._take_all(reply, await reply.read())
+
+    @property
+    def complete(self) -> bool:
+        """Whether its reply is, whatever is still to be stored."""
+        return self.reader.totals.finish_reason is not None
+
+    def _flush_due(self) -> bool:
+        return self.certain >= self.limits.flush_tokens or self._due_in() == 0
+
+    def _take_all(self, reply: Reply, chunks: list[Any]) -> bool:
+        """Take the chunks of one read; whether there were any."""
+        self.engine = reply.engine or self.engine
+        reader = self.reader
+        for chunk in chunks:
+            self._take(reader.feed(chunk))
+            if reader.chunks == 1:
+                self._require_own_cache()
+            if reader.cumulative and (cost := reader.too_costly()) is not None:
+                raise EngineError("setup", cost)
+        return bool(chunks)
 
     # -- versions
 
@@ -197,66 +261,131 @@ class Request:
             self.certain, self.certain_label = len(self.pending.ids), delta.label
         self.last_label = delta.label
 
+    def _require_own_cache(self) -> None:
+        """The weights may have changed between this request's key and its start: then its prefix could come from keys
+        and values of the old ones, and no version would describe its tokens. Raises EngineError("stale")."""
+        told = self.reader.totals
+        if self.shares is None or not told.cached_tokens:
+            return
+        spans = spans_of(told.spans, told.completion_tokens)
+        if (spans[0][2] if spans else told.label) != self.shares:
+            raise EngineError("stale", f"it was continued from a cache of {self.shares}, under other weights")
+
     def _due_in(self) -> float | None:
-        """Seconds until the next flush must be; None: nothing can be flushed."""
+        """Seconds until the next flush must be; None: nothing can be flushed. A change of versions ends a segment."""
         if not self.certain:
             return None
+        if self.held:
+            return 0.0
         return max(0.0, self.pending.since + self.limits.flush_seconds - time.monotonic())
 
     async def _flush(self, n: int, *labels: str | None) -> None:
         """Store the first n pending tokens, made by the weights that `labels` name: one, or a range of them."""
         if n:
-            # Not to be cut in the middle: a write that is made without this object knowing would be made again.
-            await uninterrupted(self._store(n, labels))
-
-    async def _store(self, n: int, labels: tuple[str | None, ...]) -> None:
-        numbers = [await self.versions(label) for label in labels]
-        known = [v for v in numbers if v is not None]
-        version: Any = None if len(known) < len(numbers) else (min(known), max(known))
-        ended = self.reader.totals.finish_reason if n == len(self.pending.ids) else None
-        ids, probs = self.pending.first(n)
-        claim, seq = self.claim, self.claim.seq
-        reason = self.why_aborted(labels[0])
-        await self.write(samples.append, claim, seq, ids, probs, version, ended, rid=self.rid, abort_reason=reason)
-        self.pending.drop(n)
-        self.abort_told = ended == "abort"
-        advance(claim, seq, len(ids), ended)
-        claim.response_ids = _joined(claim.response_ids, ids)
-        self.stored += len(ids)
-        self.certain = max(0, self.certain - n)
-        self.pending.since = time.monotonic()
+            await uninterrupted(self._send([(0, n, labels)]))
 
     async def _flush_rest(self) -> None:
+        if parts := self._rest():
+            await uninterrupted(self._send(parts))
+
+    def _rest(self) -> list[Part]:
         """The end of a reply: by its spans where the engine gave them, else by the labels that were seen."""
-        for start, stop, label in _spans(self.reader.totals.spans, self.reader.totals.completion_tokens):
-            n = min(stop, self.stored + len(self.pending.ids)) - max(start, self.stored)
-            if n > 0 and start <= self.stored:
-                await self._flush(n, label)
-        if self.pending.ids:
-            await self._flush(self.certain, self.certain_label)
-        if self.pending.ids:
+        parts: list[Part] = []
+        at, stop = 0, len(self.pending.ids)
+        for begin, end, label in spans_of(self.reader.totals.spans, self.reader.totals.completion_tokens):
+            upto = min(end - self.stored, stop)
+            if upto > at and begin <= self.stored + at:
+                parts.append((at, upto, (label,)))
+                at = upto
+        if at < (certain := min(self.certain, stop)):
+            parts.append((at, certain, (self.certain_label,)))
+            at = certain
+        if at < stop:
             before = {self.certain_label} if self.certain_label else self.labels_before
-            await self._flush(len(self.pending.ids), *{*before, self.reader.totals.label})
+            parts.append((at, stop, tuple({*before, self.reader.totals.label})))
+        return parts
+
+    async def _send(self, parts: Sequence[Part], then: Sequence[Call] = ()) -> list[Any]:
+        """Store the first pending tokens, part by part, and what `then` says: all of it or nothing. Not to be cut in
+        the middle: a write that is made without this object knowing would be made again. Returns the results."""
+        if parts and self.reader.without_numbers:
+            raise EngineError("unfit", "every log-prob of its answer is null or NaN: its weights are not finite")
+        claim, calls, reason = self.claim, [], self.reader.totals.finish_reason
+        for number, (start, stop, labels) in enumerate(parts):
+            ids, probs = self.pending.part(start, stop)
+            ended = reason if stop == len(self.pending.ids) else None
+            calls.append((
+                samples.append, claim, claim.seq + number, ids, probs, await self._version(labels), ended, "generated",
+                None, self.rid, None, self.why_aborted(labels[0]),
+            ))  # fmt: skip
+        results = await self.together([*calls, *then])
+        for call in calls:
+            _, _, seq, ids, _, _, ended, *_ = call
+            advance(claim, seq, len(ids), ended)
+        if calls:
+            claim.response_ids = np.concatenate([claim.response_ids, *(call[3] for call in calls)])
+            n = parts[-1][1]
+            self.pending.drop(n)
+            self.stored += n
+            self.certain = max(0, self.certain - n)
+            self.pending.since = time.monotonic()
+        return results
+
+    async def _version(self, labels: tuple[str | None, ...]) -> Any:
+        numbers = [await self.versions(label) for label in labels]
+        known = [v for v in numbers if v is not None]
+        return None if len(known) < len(numbers) else (min(known), max(known))
+
+    def _experts(self) -> Any:
+        """The experts to store beside the request's last segment: those of its new tokens, and of the prompt where it
+        is the first. What an earlier request stored stays as it was: the weights may have been others then. None
+        where there are none. Raises EngineError."""
+        shape, told = self.limits.routed_experts, self.reader.totals
+        if shape is None or told.finish_reason is None or not self.stored + len(self.pending.ids):
+            return None
+        if told.routed_experts is None:
+            if told.finish_reason == "abort":
+                return None  # aborted in the queue after a retraction: the engine has dropped them
+            raise EngineError(
+                "setup",
+                f"{self.engine or 'an engine'} told no routed experts. Start it with: --enable-return-routed-experts",
+            )
+        tokens = int(self.claim.prompt_ids.size) + self.claim.n_tokens + len(self.pending.ids)
+        return decode(told.routed_experts, shape, tokens - 1 - self.first_row)
 
     # -- the request's row
 
-    async def _close(self, lost: str | None) -> None:
+    def _end(self, lost: str | None, kept: int | None = None) -> Call:
+        """The write that ends the request's row. kept: tokens that are stored by then; those of now if left out."""
         t = self.reader.totals
         complete = t.finish_reason is not None
-        missing = t.completion_tokens - self.stored
-        await self.write(
-            samples.end_request,
-            RequestInfo(
-                rid=self.rid, prompt_tokens=t.prompt_tokens, cached_tokens=t.cached_tokens,
-                # what the engine made after its last word is not known; no answer at all is zero as far as we know
-                generated_tokens=t.completion_tokens if complete or lost != "engine died" else None,
-                retractions=t.retractions, queue_s=t.queue_s, e2e_s=t.e2e_s, finish_reason=t.finish_reason,
-                lost_reason=lost if missing or not complete else None,
-            ),
+        missing = t.completion_tokens - (self.stored if kept is None else kept)
+        info = RequestInfo(
+            rid=self.rid, prompt_tokens=t.prompt_tokens, cached_tokens=t.cached_tokens,
+            # what the engine made after its last word is not known; no answer at all is zero as far as we know
+            generated_tokens=t.completion_tokens if complete or lost in (None, "engine refused") else None,
+            retractions=t.retractions, queue_s=t.queue_s, e2e_s=t.e2e_s, finish_reason=t.finish_reason,
+            spec=t.spec or None, engine=self.engine, lost_reason=lost if missing or not complete else None,
         )  # fmt: skip
+        return samples.end_request, info
 
 
-async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
+def is_greedy(sampling: dict[str, Any]) -> bool:
+    """Whether the likeliest token is taken, without a draw."""
+    return float(sampling.get("temperature", 1.0)) < GREEDY_BELOW or sampling.get("top_k") == 1
+
+
+def carried_temperature(sampling: dict[str, Any]) -> float | None:
+    """The temperature that log-probs of SGLang carry (they are taken after it, before top-k and top-p). Temperature 0
+    means greedy there, and its log-probs are those of temperature 1. With top_k 1 they depend on what else is in the
+    batch: None, nobody can tell."""
+    temperature = float(sampling.get("temperature", 1.0))
+    if temperature < GREEDY_BELOW:
+        return 1.0
+    return None if sampling.get("top_k") == 1 and temperature != 1.0 else temperature
+
+
+async def uninterrupted(work: Coroutine[Any, Any, Any]) -> None:
     """Finish `work` even if this task is cancelled meanwhile; then be cancelled."""
     task = asyncio.ensure_future(work)
     try:
@@ -265,19 +394,3 @@ async def uninterrupted(work: Coroutine[Any, Any, None]) -> None:
         if not task.done():
             await asyncio.wait([task])
         raise
-
-
-def _joined(ids: Any, more: list[int]) -> Any:
-    return np.concatenate([ids, np.asarray(more, dtype=np.int32)])
-
-
-def _spans(spans: Any, total: int) -> list[tuple[int, int, str]]:
-    """The engine's weight_versions, if they tile 0..total; else nothing: they are not trusted half."""
-    result, at = [], 0
-    for span in spans or []:
-        start, stop, label = (span.get(k) for k in ("start", "end", "version")) if isinstance(span, dict) else (0, 0, 0)
-        if start != at or not isinstance(stop, int) or stop < start or not isinstance(label, str):
-            return []
-        result.append((start, stop, label))
-        at = stop
-    return result if at == total else []

@@ -32,10 +32,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from samplestore.workers.rewards import BUILTINS, MAX_REQUEST_BYTES, RewardSample
+from samplestore.workers.slime_types import SlimeArgs, SlimeSample, takes_args
 
 logger = logging.getLogger(__name__)
 
-RewardFunction = Callable[[RewardSample], Any]
+RewardFunction = Callable[..., Any]
 
 MAX_DETAILS_BYTES = 16 * 2**10
 _PR_SET_PDEATHSIG = 1
@@ -123,16 +124,24 @@ def describe(error: BaseException) -> str:
     return safe_text("\n".join(text.splitlines()[-15:])[-2000:], 2000)
 
 
-def to_reward(value: Any) -> tuple[float, dict[str, Any]]:
-    """(finite reward, details) from what a function returned. Raises BadReturn naming what it was."""
+def to_reward(value: Any, key: str | None = None) -> tuple[float | None, dict[str, Any]]:
+    """(finite reward, details) of what a function returned; a dict whose reward is None tells of a judge's answer that
+    could not be read. None alone is what a function returns that forgot its `return`. `key`: the reward's in a dict.
+    Raises BadReturn naming what it was."""
     details: dict[str, Any] = {}
     if isinstance(value, dict):
-        key = next((k for k in ("reward", "score") if k in value), None)
-        if key is None:
+        wanted = ("reward", "score") if key is None else (key,)
+        found = next((k for k in wanted if k in value), None)
+        if found is None:
             names = ", ".join(safe_text(repr(k), 40) for k in list(value)[:10])
-            raise BadReturn(f"the reward function returned a dict without 'reward' or 'score'; its keys: {names}")
-        details = json_details({k: v for k, v in value.items() if k != key})
-        value = value[key]
+            raise BadReturn(
+                f"the reward function returned a dict without {' or '.join(map(repr, wanted))}; its keys: {names}. "
+                "Say which one counts with: --reward-key NAME"
+            )
+        details = json_details({k: v for k, v in value.items() if k != found})
+        value = value[found]
+        if value is None:
+            return None, details
     shown = f"{type(value).__name__} {safe_text(_show(value), 100)}"
     if callable(getattr(value, "item", None)) and not isinstance(value, numbers.Real):
         try:
@@ -140,7 +149,10 @@ def to_reward(value: Any) -> tuple[float, dict[str, Any]]:
         except (ValueError, RuntimeError, TypeError) as error:
             raise BadReturn(f"the reward function returned {shown}, which is not one number") from error
     if not isinstance(value, numbers.Real | Decimal):
-        raise BadReturn(f"the reward function returned {shown}; it must be a finite number or a dict with 'reward'")
+        raise BadReturn(
+            f"the reward function returned {shown}; it must be a finite number or a dict with 'reward' (None in "
+            "it: a judge's answer that can't be read)"
+        )
     try:
         reward = float(value)
     except (OverflowError, ValueError) as error:
@@ -148,6 +160,21 @@ def to_reward(value: Any) -> tuple[float, dict[str, Any]]:
     if not math.isfinite(reward):
         raise BadReturn(f"the reward function returned {shown}; a reward must be finite")
     return reward, details
+
+
+def to_rewards(value: Any, n: int, key: str | None = None) -> tuple[list[float | None], dict[str, Any]]:
+    """The rewards of n samples, and {"samples": [their details]} if there are any, each bounded and all together not.
+    Raises BadReturn."""
+    if callable(getattr(value, "tolist", None)):
+        value = value.tolist()  # a tensor or array
+    if not isinstance(value, list | tuple) or len(value) != n:
+        got = f"{len(value)} values" if isinstance(value, list | tuple) else type(value).__name__
+        raise BadReturn(
+            f"the reward function returned {got} for a group of {n} samples; it must be a list of {n} rewards"
+        )
+    made = [(None, {}) if v is None else to_reward(v, key) for v in value]
+    told = [details for _, details in made]
+    return [reward for reward, _ in made], {"samples": told} if any(told) else {}
 
 
 def _show(value: Any) -> str:
@@ -254,13 +281,21 @@ async def _wait_for(awaitable: Any) -> Any:
     return await awaitable
 
 
-def answer(function: RewardFunction, request: dict[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
+def answer(
+    function: RewardFunction, request: dict[str, Any], runner: asyncio.Runner, options: dict[str, Any]
+) -> dict[str, Any]:
     """The reply to one request. Every failure of the function, SystemExit included, becomes an error reply."""
+    key, group = options.get("reward_key"), request.get("samples")
     try:
-        value = function(RewardSample(**request["sample"]))
+        made = [_made(function, values) for values in ([request["sample"]] if group is None else group)]
+        given: Any = made if group is not None else made[0]
+        value = function(SlimeArgs(_slime_args(options)), given) if takes_args(function) else function(given)
         if inspect.isawaitable(value):
             value = runner.run(_wait_for(value))
-        reward, details = to_reward(value)
+        if group is not None:
+            rewards, details = to_rewards(value, len(group), key)
+            return {"id": request["id"], "rewards": rewards, "details": json_details(details)}
+        reward, details = to_reward(value, key)
     except BadReturn as error:
         return {"id": request["id"], "error": safe_text(str(error), 2000)}
     except BaseException as error:
@@ -269,12 +304,22 @@ def answer(function: RewardFunction, request: dict[str, Any], runner: asyncio.Ru
     return {"id": request["id"], "reward": reward, "details": details}
 
 
+def _made(function: RewardFunction, values: dict[str, Any]) -> Any:
+    return SlimeSample.of(values) if takes_args(function) else RewardSample(**values)
+
+
+def _slime_args(options: dict[str, Any]) -> dict[str, Any]:
+    return {"reward_key": options.get("reward_key"), **options.get("args", {})}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m samplestore.workers.reward_process", description=__doc__)
     parser.add_argument("spec")
     parser.add_argument("--memory-mb", type=int, default=2048, help="cap of the address space; 0 for none")
     parser.add_argument("--parent-pid", type=int, default=None, help="exit if this is not the parent any more")
+    parser.add_argument("--options", default="{}", help="JSON: reward_key, args")
     args = parser.parse_args(argv)
+    options = json.loads(args.options)
     _die_with_parent(args.parent_pid)
     requests, replies = _take_pipes()
     faulthandler.enable()
@@ -291,7 +336,7 @@ def main(argv: list[str] | None = None) -> int:
     with asyncio.Runner() as runner:  # one loop for all samples: a session that user code keeps open stays valid
         own_pid = os.getpid()
         while (request := _receive(requests)) is not None:
-            reply = answer(function, request, runner)
+            reply = answer(function, request, runner, options)
             if os.getpid() != own_pid:
                 os._exit(0)  # the function forked and returned twice; the copy must not answer, nor take requests
             _send(replies, reply)

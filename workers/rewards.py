@@ -2,7 +2,9 @@
 
 Model output is untrusted and verifiers fail: they loop for ever, exhaust memory, crash the interpreter. None of that
 may reach the worker, and none of it may look like a reward of 0. So every sample ends as exactly one of `ok`,
-`verifier_error` and `verifier_timeout`, and only `ok` carries a number.
+`unparsed` (a judge has answered, and nothing could be read from it), `verifier_error` and `verifier_timeout`, and only
+`ok` carries a number. A group is scored in one call, and has an outcome of its own; each of its samples then has a
+number, or None where it is unparsed.
 
 The child process is not a sandbox: it has the rights of the worker. A verifier that executes generated code must
 isolate it itself.
@@ -15,21 +17,22 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from samplestore.errors import InvalidSetting, SampleStoreError
 from samplestore.workers.reward_child import Child, ChildFailed
 
-Outcome = Literal["ok", "verifier_error", "verifier_timeout"]
+Outcome = Literal["ok", "unparsed", "verifier_error", "verifier_timeout"]
 
 BUILTINS = ("math", "reasoning_gym")
 MAX_REQUEST_BYTES = 32 * 2**20  # of one sample as JSON
 MAX_ERROR_CHARS = 4000
 HOW_TO_NAME = (
     f"Use --reward {' or --reward '.join(BUILTINS)}, --reward MODULE:FUNCTION (the module is looked for in the current "
-    "folder first), or --reward PATH/TO/FILE.py:FUNCTION"
+    "folder first), --reward PATH/TO/FILE.py:FUNCTION, or --reward http://HOST:PORT/PATH"
 )
 
 
@@ -89,6 +92,35 @@ class RewardResult:
     elapsed_s: float
 
 
+@dataclass(frozen=True)
+class GroupResult:
+    """How scoring a group ended. rewards: one for each sample if outcome is "ok", None where one is unparsed; else
+    empty. The rest is as in RewardResult."""
+
+    outcome: Outcome
+    rewards: list[float | None]
+    details: dict[str, Any]
+    error: str | None
+    elapsed_s: float
+
+
+R = TypeVar("R", RewardResult, GroupResult)
+
+
+class Judge(Protocol):
+    """What gives rewards: reward processes, a reward model behind HTTP."""
+
+    room: int  # samples or groups that it can have at once, those included that wait for a turn
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(self, *error: Any) -> None: ...
+
+    async def score(self, sample: RewardSample) -> RewardResult: ...
+
+    async def score_group(self, samples: Sequence[RewardSample]) -> GroupResult: ...
+
+
 class RewardPool:
     """Scores samples in up to `processes` children, which are started when needed and replaced when they fail.
 
@@ -97,6 +129,8 @@ class RewardPool:
     timeout_s   for one sample, from the moment a child has it; then the child is killed
     memory_mb   address space (RLIMIT_AS) of a child, libraries included; 0 for no cap (needed by CUDA builds of torch)
     start_timeout_s  for starting a child and importing the verifier
+    reward_key  of a returned dict, which key is the reward; None: "reward", else "score"
+    args        for functions of slime's kind, f(args, sample): the attributes of args
 
     Raises InvalidSetting for numbers that make no sense, RewardSpecError from `start` for a spec that cannot be loaded.
     Belongs to the event loop that starts it.
@@ -110,6 +144,8 @@ class RewardPool:
         timeout_s: float = 30.0,
         memory_mb: int = 2048,
         start_timeout_s: float = 120.0,
+        reward_key: str | None = None,
+        args: dict[str, Any] | None = None,
     ) -> None:
         if processes < 1:
             raise InvalidSetting("processes", processes, "a whole number above 0")
@@ -120,6 +156,8 @@ class RewardPool:
             raise InvalidSetting("memory_mb", memory_mb, "megabytes, or 0 for no cap")
         self.spec, self.processes, self.timeout_s = spec, processes, timeout_s
         self.memory_mb, self.start_timeout_s = memory_mb, start_timeout_s
+        self.options = json.dumps({"reward_key": reward_key, "args": args or {}})
+        self.room = 2 * processes
         self._slots = asyncio.Semaphore(processes)
         self._idle: list[Child] = []
         self._busy: set[Child] = set()
@@ -162,27 +200,37 @@ class RewardPool:
 
         Never raises for what the verifier does. Raises RewardPoolStopped if the pool is not running.
         """
+        return await self._ask(sample.sample_id, {"sample": _fields(sample)}, RewardResult)
+
+    async def score_group(self, samples: Sequence[RewardSample]) -> GroupResult:
+        """Score the samples of a group in one call of the function, which is given all of them as a list. As `score`,
+        otherwise."""
+        named = samples[0].sample_id if samples else 0
+        return await self._ask(named, {"samples": [_fields(s) for s in samples]}, GroupResult)
+
+    async def _ask(self, sample_id: int, what: dict[str, Any], kind: type[R]) -> R:
         if not self._running:
-            raise RewardPoolStopped(sample.sample_id)
+            raise RewardPoolStopped(sample_id)
         self._requests += 1
         request = self._requests
-        values = {f.name: getattr(sample, f.name) for f in fields(RewardSample)}
         try:
-            payload = json.dumps({"id": request, "sample": values}, separators=(",", ":"), default=_plain).encode()
+            payload = json.dumps({"id": request, **what}, separators=(",", ":"), default=_plain).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            return _failed(f"the sample cannot be written as JSON: {error}")
+            return failed_result(kind, f"the sample cannot be written as JSON: {error}")
         if len(payload) > MAX_REQUEST_BYTES:
-            return _failed(f"the sample is {len(payload)} bytes of JSON; rewards accept up to {MAX_REQUEST_BYTES}")
+            return failed_result(
+                kind, f"the sample is {len(payload)} bytes of JSON; rewards accept up to {MAX_REQUEST_BYTES}"
+            )
         async with self._slots:
-            return await self._score(sample.sample_id, request, payload)
+            return await self._answered(sample_id, request, payload, kind, len(what.get("samples", [1])))
 
-    async def _score(self, sample_id: int, request: int, payload: bytes) -> RewardResult:
+    async def _answered(self, sample_id: int, request: int, payload: bytes, kind: type[R], n: int) -> R:
         try:
             child = await self._take()
         except (RewardSpecError, OSError) as error:
             if not self._running:
                 raise RewardPoolStopped(sample_id) from error
-            return _failed(f"no reward process could be started: {error}")
+            return failed_result(kind, f"no reward process could be started: {error}")
         if not self._running:
             self._discard(child)
             raise RewardPoolStopped(sample_id)
@@ -191,19 +239,19 @@ class RewardPool:
         start, keep = clock(), False
         try:
             reply = await child.ask(payload, self.timeout_s)
-            result, keep = _read_reply(reply, request, clock() - start)
+            result, keep = _read_reply(reply, request, clock() - start, kind, n)
         except TimeoutError:
             text = f"no result after {self.timeout_s:g} s; the reward process was killed"
-            result = RewardResult("verifier_timeout", None, {}, text, clock() - start)
+            result = failed_result(kind, text, clock() - start, "verifier_timeout")
         except ChildFailed as error:
-            result = _failed(str(error), clock() - start)
+            result = failed_result(kind, str(error), clock() - start)
         finally:
             self._busy.discard(child)
             if keep and self._running:
                 self._idle.append(child)
             else:
                 self._discard(child)
-        if not self._running and result.outcome != "ok":
+        if not self._running and result.outcome not in ("ok", "unparsed"):
             raise RewardPoolStopped(sample_id)
         return result
 
@@ -219,7 +267,8 @@ class RewardPool:
         one_thread = {name: os.environ.get(name, "1") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
         # -P: a json.py in the current folder must not replace the library's before our own imports are done.
         command = [sys.executable, "-P", "-u", "-m", "samplestore.workers.reward_process"]
-        command += ["--memory-mb", str(self.memory_mb), "--parent-pid", str(os.getpid()), "--", self.spec]
+        command += ["--memory-mb", str(self.memory_mb), "--parent-pid", str(os.getpid())]
+        command += ["--options", self.options, "--", self.spec]
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, env={**os.environ, **one_thread}
@@ -250,21 +299,45 @@ class RewardPool:
         task.add_done_callback(self._reaping.discard)
 
 
-def _read_reply(reply: dict[str, Any], request: int, elapsed_s: float) -> tuple[RewardResult, bool]:
+def _fields(sample: RewardSample) -> dict[str, Any]:
+    return {f.name: getattr(sample, f.name) for f in fields(RewardSample)}
+
+
+def _read_reply(reply: dict[str, Any], request: int, elapsed_s: float, kind: type[R], n: int = 1) -> tuple[R, bool]:
     """(result, child may be used again). The child runs foreign code: its words are checked like any input."""
     if reply.get("id") != request:
         # Whatever wrote this: a stray answer must not become another sample's reward.
         raise ChildFailed(f"the reward process answered request {reply.get('id')!r} instead of {request}")
-    reward, details, error = reply.get("reward"), reply.get("details"), reply.get("error")
+    details, error = reply.get("details"), reply.get("error")
     if isinstance(error, str):
-        return _failed(error, elapsed_s), reply.get("retire") is not True
-    if not isinstance(reward, float) or not math.isfinite(reward) or not isinstance(details, dict):
+        return failed_result(kind, error, elapsed_s), reply.get("retire") is not True
+    rewards = reply.get("rewards") if kind is GroupResult else [reply.get("reward", "none")]
+    if not isinstance(rewards, list) or len(rewards) != n or not all(map(is_reward, rewards)):
         raise ChildFailed("the reward process wrote a reply without a finite reward and details")
-    return RewardResult("ok", reward, details, None, elapsed_s), True
+    if not isinstance(details, dict):
+        raise ChildFailed("the reward process wrote a reply without a finite reward and details")
+    return made_result(kind, rewards, details, elapsed_s), True
 
 
-def _failed(error: str, elapsed_s: float = 0.0) -> RewardResult:
-    return RewardResult("verifier_error", None, {}, error[-MAX_ERROR_CHARS:], elapsed_s)
+def is_reward(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isfinite(value))
+
+
+def made_result(kind: type[R], rewards: list[float | None], details: dict[str, Any], elapsed_s: float) -> R:
+    """The result of checked rewards; None is one that could not be read."""
+    made: Any
+    if kind is GroupResult:
+        made = GroupResult("ok", rewards, details, None, elapsed_s)
+    elif rewards[0] is None:
+        made = RewardResult("unparsed", None, details, "the judge's answer could not be read", elapsed_s)
+    else:
+        made = RewardResult("ok", rewards[0], details, None, elapsed_s)
+    return made  # type: ignore[no-any-return]
+
+
+def failed_result(kind: type[R], error: str, elapsed_s: float = 0.0, outcome: Outcome = "verifier_error") -> R:
+    made: Any = kind(outcome, [] if kind is GroupResult else None, {}, error[-MAX_ERROR_CHARS:], elapsed_s)  # type: ignore[arg-type]
+    return made  # type: ignore[no-any-return]
 
 
 def _plain(value: Any) -> Any:

@@ -3,50 +3,75 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
+from samplestore import faults, filters
 from samplestore.errors import StoreBusy, WorkerDead
 from samplestore.heart import Heart
 from samplestore.models import Run as RunRow
-from samplestore.models import Sample, Stage, WeightVersionRow
-from samplestore.order import Cursor
+from samplestore.models import Sample, SampleGroup, Stage, WeightVersionRow
+from samplestore.queries import serving
 from samplestore.run import Run
-from samplestore.states import CLAIMABLE, RunState, StageStatus
-from samplestore.types import StageClaim
-from samplestore.verbs import liveness, prompts, samples, stages
+from samplestore.states import CLAIMABLE, UNFINISHED_GROUP, RunState, StageStatus
+from samplestore.types import Claim, StageClaim
+from samplestore.verbs import aborts, liveness, stages
+from samplestore.workers.dispatch import EngineLimits
 from samplestore.workers.engine_client import EngineClient
-from samplestore.workers.fleet import Fleet
-from samplestore.workers.generation import Limits
+from samplestore.workers.episode_runs import EpisodeTrajectory
+from samplestore.workers.episodes import EpisodeOptions
+from samplestore.workers.experts import ExpertShape
+from samplestore.workers.filters import Filterer
+from samplestore.workers.fleet import Fleet, Needs
+from samplestore.workers.generation import EXPERT_FIELDS, Limits
+from samplestore.workers.images import ImageData
+from samplestore.workers.pacing import Pacing
 from samplestore.workers.replies import EngineError
-from samplestore.workers.scoring import STAGE, Scorer
+from samplestore.workers.scoring import Scorer
 from samplestore.workers.trajectory import Trajectory
-from samplestore.writer import Writer
+from samplestore.writer import Call, Writer
 
 log = logging.getLogger("samplestore.worker")
 
+RUN_ROW = sa.select(RunRow.__table__).where(RunRow.__table__.c.id == sa.bindparam("b_run"))
+MAX_FILTERING = 8  # groups that a worker holds for its filters; each has all its tokens in memory
 REFRESH_S, BEHIND_S = 5.0, 1.0  # between two looks at the engines: all as they should be, some behind
 
 
 class RolloutWorker:
     """One process's worker. `run_forever` returns the exit code."""
 
-    def __init__(self, run: Run, config: Any, scorer_of: Any = None) -> None:
-        self.run, self.config = run, config
+    def __init__(
+        self,
+        run: Run,
+        config: Any,
+        scorer_of: Any = None,
+        experts: ExpertShape | None = None,
+        episodes: EpisodeOptions | None = None,
+    ) -> None:
+        self.run, self.config, self.experts, self.episodes = run, config, experts, episodes
+        self.may_abort_all = run.settings.abort_all
         self.scorer_of = scorer_of  # (write) -> Scorer, or None: this worker scores nothing
         self.scorer: Scorer | None = None
+        self.filterer_of: Callable[[Any], Filterer] | None = None  # as scorer_of, for the run's filters
+        self.filterer: Filterer | None = None
+        self.images = ImageData(self.read, run.id)
         self.inflight: dict[int, Trajectory] = {}  # by sample id
         self.scoring: dict[int, asyncio.Task[None]] = {}  # by stage id
+        self.filtering: set[int] = set()  # those of them that are filters
+        self.spawned: set[asyncio.Task[Any]] = set()
         self.stop_reason: str | None = None  # set once: stop claiming, let go of everything, leave
         self.draining = False  # stop claiming, finish what is held, leave
         self.abort_seq: int | None = None
         self.tick = 0.0
         self.current: Any = None  # the run's row, as last polled
+        self.pacing = Pacing(self)
         self.labels: dict[str, int] = {}
         self.current_label: tuple[str, str | None] | None = None  # label and path of the current version
         self.wake = asyncio.Event()
@@ -55,21 +80,25 @@ class RolloutWorker:
 
     async def run_forever(self) -> int:
         self.loop = asyncio.get_running_loop()
-        self.writer = Writer(self.run)
+        self.writer = Writer(self.run, loop=self.loop)
         settings, config = self.run.settings, self.config
         self.limits = Limits(
             mode=config.mode, slice_tokens=config.slice_tokens, flush_tokens=config.flush_tokens,
             flush_seconds=config.flush_seconds, max_new_tokens=config.max_new_tokens or settings.max_new_tokens,
-            sampling={**settings.sampling, **config.sampling}, versions_may_change=settings.weight_update == "keep",
+            sampling={**settings.sampling, **config.sampling}, sampling_seed=settings.sampling_seed,
+            versions_may_change=settings.weight_update == "keep",
+            routed_experts=self.experts, resumes=settings.resume, prepare_array=self.run.prepare_array,
         )  # fmt: skip
         try:
             async with EngineClient(config.request_timeout_s) as self.client:
                 self.scorer = None if self.scorer_of is None else self.scorer_of(self.write)
-                if self.scorer is None:
+                self.filterer = None if self.filterer_of is None else self.filterer_of(self.write)
+                async with contextlib.AsyncExitStack() as processes:
+                    if self.scorer is not None:
+                        await processes.enter_async_context(self.scorer)
+                    if self.filterer is not None and self.filterer.process is not None:
+                        await processes.enter_async_context(self.filterer.process)
                     await self._live()
-                else:
-                    async with self.scorer.pool:
-                        await self._live()
             return 0
         finally:
             self.writer.close()
@@ -90,15 +119,21 @@ class RolloutWorker:
 
     async def _one_life(self) -> bool:
         dead = asyncio.Event()
+        self.current = None  # a new fleet must be told what engines should serve
         heart = Heart(
             self.run, self.worker_id, ticked=lambda: self.tick,
             on_dead=lambda: self.loop.call_soon_threadsafe(dead.set),
         )  # fmt: skip
         self.fleet = Fleet(
-            self.client, self.write, self.worker_id, self.run.settings.weight_update, router=self.config.router,
-            urls=self.config.engines, update_timeout_s=self.config.update_timeout_s,
+            self.client, self.write, self.read, self.run.id, self.worker_id, self.run.settings.weight_update,
+            self._needs(), router=self.config.router, urls=self.config.engines,
+            direct=self.config.direct, drives=self.config.update_engines,
+            update_timeout_s=self.config.update_timeout_s, max_queued=self.config.max_queued,
+            limits=EngineLimits(self.run.settings.max_samples_per_engine, self.run.settings.max_groups_per_engine),
         )  # fmt: skip
-        parts = [asyncio.create_task(c) for c in (self._follow(), self._watch_engines(), self._work(), dead.wait())]
+        self.hopeless = self.loop.create_future()
+        doing = (self._follow(), self._watch_engines(), self._work(), dead.wait(), self._wait_hopeless())
+        parts = [asyncio.create_task(c) for c in doing]
         error: BaseException | None = None
         try:
             done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
@@ -120,14 +155,36 @@ class RolloutWorker:
             raise error
         return False
 
+    def _needs(self) -> Needs:
+        experts = self.limits.routed_experts is not None
+        return Needs(
+            streams=self.limits.mode == "stream",
+            max_new_tokens=self.limits.max_new_tokens,
+            sampling=frozenset(self.limits.sampling)
+            | ({"sampling_seed"} if self.limits.sampling_seed is not None else set()),
+            fields=frozenset(EXPERT_FIELDS if experts else ()),
+            routed_experts=experts,
+        )
+
+    async def _wait_hopeless(self) -> None:
+        raise await self.hopeless
+
+    def give_up(self, error: EngineError) -> None:
+        """End this worker: engines or settings are such that no sample can be had."""
+        if not self.hopeless.done():
+            self.hopeless.set_result(error)
+
     def _info(self) -> dict[str, Any]:
         c = self.config
         return {
             "concurrency": c.concurrency,
             "mode": c.mode,
             "router": c.router,
+            "dispatch": "direct" if c.direct else "router",
             "engines": c.engines,
             "reward": c.reward,
+            "stages": list(self.scorer.names) if self.scorer is not None else [],
+            "episode": c.episode,
         }
 
     async def _ticker(self) -> None:
@@ -139,14 +196,27 @@ class RolloutWorker:
     async def write(self, verb: Any, first: Any = None, *args: Any, **kwargs: Any) -> Any:
         """One write through the group commit, acknowledged. Survives this coroutine's cancellation. While somebody
         holds the database it waits: a worker that left would only lose what it has."""
+        return await self._acknowledged(lambda: self.writer.submit(verb, first, *args, **kwargs))
+
+    async def write_together(self, calls: Sequence[Call]) -> list[Any]:
+        """Writes of one sample in one transaction: all of them, in order, or none. Returns their results."""
+        results: list[Any] = await self._acknowledged(lambda: self.writer.submit_together(calls))
+        return results
+
+    async def _acknowledged(self, submit: Callable[[], Awaitable[Any]]) -> Any:
         while True:
             try:
-                return await asyncio.wrap_future(self.writer.submit(verb, first, *args, **kwargs))
+                return await submit()
             except StoreBusy as busy:
                 log.warning("%s", busy)
 
     async def read(self, question: Any) -> Any:
-        return await asyncio.to_thread(self.run.database.read, question)
+        """One question, asked again while the database is away: as with a write, leaving would help nobody."""
+        while True:
+            try:
+                return await asyncio.to_thread(self.run.database.read, question)
+            except StoreBusy as busy:
+                log.warning("%s", busy)
 
     def stop(self, reason: str) -> None:
         """Checkpoint what is in flight, release it, leave. Called by the first SIGTERM or SIGINT."""
@@ -162,15 +232,16 @@ class RolloutWorker:
             await asyncio.sleep(self.config.poll_seconds)
 
     async def _poll_run(self) -> None:
-        row = await self.read(lambda c: c.execute(sa.select(RunRow.__table__).where(RunRow.id == self.run.id)).one())
+        row = await self.read(lambda c: c.execute(RUN_ROW, {"b_run": self.run.id}).one())
         changed = self.current is None or row.current_version != self.current.current_version
         self.current = row
         self.draining = row.state == RunState.DRAINING
         if self.abort_seq is None:
             self.abort_seq = row.abort_seq
         if row.abort_seq != self.abort_seq:
-            self.abort_seq = row.abort_seq
-            self._abort_all(row.abort_reason or "asked to")
+            before, self.abort_seq = self.abort_seq, row.abort_seq
+            for asked in await self.read(lambda c: aborts.asked_since(c, self.run.id, before, row.abort_seq)):
+                self._abort(asked.reason, asked.samples)
         if changed:
             await self._learn_versions()
             await self._update_engines()
@@ -184,7 +255,10 @@ class RolloutWorker:
             ).fetchall()
         )
         self.labels = {row.label: row.version for row in rows}
-        self.current_label = next((r.label, r.path) for r in rows if r.version == self.current.current_version)
+        label, path = self.current_label = next(
+            (r.label, r.path) for r in rows if r.version == self.current.current_version
+        )
+        self.fleet.wanted = label if path is not None else None
 
     async def version_of(self, label: str | None) -> int | None:
         """The version that an engine's label names. A label of nobody's stays unknown; it is never taken for 0."""
@@ -192,25 +266,33 @@ class RolloutWorker:
             await self._learn_versions()
         return None if label is None else self.labels.get(label)
 
-    def _abort_all(self, reason: str) -> None:
-        """Everything in flight stops at the engines, is stored as far as it came, and goes back."""
-        if self.inflight:
-            log.info("worker=%d lets %d samples go: %s", self.worker_id, len(self.inflight), reason)
-        for trajectory in self.inflight.values():
+    def _abort(self, reason: str, samples: frozenset[int] | None = None) -> None:
+        """What is in flight (None: everything) stops at the engines, is stored as far as it came, and goes back."""
+        told = [t for t in self.inflight.values() if samples is None or not samples.isdisjoint(t.sample_ids)]
+        if told:
+            log.info("worker=%d lets %d samples go: %s", self.worker_id, len(told), reason)
+        for trajectory in told:
             trajectory.tell(reason)
-            if trajectory.request is not None:
-                self._spawn(trajectory.abort(self.config.abort_timeout_s))
+            if trajectory.generating:
+                self.spawn(trajectory.abort(self.config.abort_timeout_s))
 
     async def _watch_engines(self) -> None:
+        said = ""
         while True:
             try:
                 await self.fleet.refresh()
                 await self._update_engines()
+                said = ""
             except EngineError as error:
-                log.warning("worker=%d %s", self.worker_id, error)
+                if error.kind == "setup":
+                    raise
+                # once: a router that is away is asked several times a second
+                log.log(logging.DEBUG if str(error) == said else logging.WARNING, "worker=%d %s", self.worker_id, error)
+                said = str(error)
             self.wake.set()
-            pause = BEHIND_S if self._behind() else REFRESH_S
-            await asyncio.sleep(pause if self.fleet.engines else self.config.poll_seconds)
+            soon = self._behind() or self.fleet.unfit or self.config.max_queued is not None
+            pause = BEHIND_S if soon else REFRESH_S
+            await asyncio.sleep(pause if self.fleet.fit else self.config.poll_seconds)
 
     def _behind(self) -> list[str]:
         """Engines that serve other weights than they should, and that this worker may update."""
@@ -228,6 +310,8 @@ class RolloutWorker:
         """Keep the slots full until told to stop."""
         pause = self.config.poll_seconds
         while self.stop_reason is None:
+            if await self.pacing.tend():
+                await self._poll_run()  # what was asked is heard at once
             claimed = await self._claim()
             if claimed:
                 pause = self.config.poll_seconds
@@ -236,7 +320,9 @@ class RolloutWorker:
                 return
             self.wake.clear()
             try:
-                await asyncio.wait_for(self.wake.wait(), timeout=pause * random.uniform(0.8, 1.2))
+                # not wait_for: on Python 3.11 a cancellation that comes together with the event is swallowed
+                async with asyncio.timeout(pause * random.uniform(0.8, 1.2)):
+                    await self.wake.wait()
             except TimeoutError:
                 pause = min(pause * 1.5, 1.0)
         await self._let_everything_go(self.stop_reason)
@@ -247,64 +333,107 @@ class RolloutWorker:
         if not self.config.exit_when_done or self.current is None:
             return False
         row = self.current
-        cursor = Cursor(row.epoch, row.chunk_start, row.chunk_stop, row.chunk_next)
-        if not cursor.exhausted(row.n_prompts, self.run.settings.epochs):
+        if not await self.read(lambda c: serving.exhausted(c, row, self.run.settings)):
             return False
         table = Sample.__table__
         query = sa.select(sa.func.count()).where(
             table.c.run_id == self.run.id, table.c.closed == 0, table.c.status.in_([s.value for s in CLAIMABLE])
         )
+        mine = [*(self.scorer.names if self.scorer else ()), *((filters.STAGE,) if self.filterer else ())]
         pending = sa.select(sa.func.count()).where(
-            Stage.__table__.c.run_id == self.run.id, Stage.__table__.c.status == StageStatus.PENDING.value
-        )
+            Stage.__table__.c.run_id == self.run.id, Stage.__table__.c.status == StageStatus.PENDING.value,
+            Stage.__table__.c.name.in_(mine),
+        )  # fmt: skip
         if await self.read(lambda c: c.execute(query).scalar_one()):
             return False
+        if not mine:
+            return True
         # a stage that waits for its next attempt is work too
-        return self.scorer is None or not await self.read(lambda c: c.execute(pending).scalar_one())
+        if await self.read(lambda c: c.execute(pending).scalar_one()):
+            return False
+        # The stages of a group are made one after the other, when others have scored its samples: if the worker that
+        # filters left before, the groups would wait for ever.
+        if not {filters.STAGE, *self.run.settings.group_stages} & set(mine):
+            return True
+        return not await self.read(lambda c: c.execute(self._unfinished()).scalar())
+
+    def _unfinished(self) -> Any:
+        """Whether a group is on its way through its stages."""
+        group = SampleGroup.__table__
+        return sa.select(
+            sa.exists().where(group.c.run_id == self.run.id, group.c.state.in_([s.value for s in UNFINISHED_GROUP]))
+        )
 
     async def _claim(self) -> bool:
         """Fill free slots: stages that somebody left, then samples. Whether anything came."""
-        if self.current is None or not self.fleet.looked or not self.fleet.engines:
+        if self.current is None or not self.fleet.looked or not self.fleet.fit:
             return False  # what an engine serves must be known before it is asked: mode keep starts from it
         before = self.run.database.reconnects
         got = await self._claim_stages()
+        got = await self._claim_filters() or got
         free = self.config.concurrency - len(self.inflight)
-        if self.current.state == RunState.RUNNING and free > 0:
+        if self.current.state == RunState.RUNNING and free > 0 and not self.pacing.holds_back():
             got = await self._claim_samples(free) or got
         if self.run.database.reconnects != before:
             # A claim may have been committed and its answer lost: what it took is ours without our knowing.
-            await self.write(liveness.disown, self.worker_id, list(self.inflight), list(self.scoring))
+            held = [id for t in self.inflight.values() for id in t.sample_ids]
+            await self.write(liveness.disown, self.worker_id, held, list(self.scoring))
         return got
 
     async def _claim_samples(self, free: int) -> bool:
-        claims = await self.write(samples.claim, self.worker_id, free)
-        if len(claims) < free and await self.write(lambda tx, _: prompts.admit(tx)):
-            claims += await self.write(samples.claim, self.worker_id, free - len(claims))
-        mine = self.scorer is not None and STAGE in self.run.settings.stages
+        claims = await self.pacing.claim(free)
+        if claims:
+            faults.reached("claimed")
+        mine = self.scorer.names if self.scorer is not None else False
         for claim in claims:
-            trajectory = self.inflight[claim.sample_id] = Trajectory(claim, self, mine)
-            trajectory.task = self._spawn(self._run(trajectory))
+            trajectory = self.inflight[claim.sample_id] = self._trajectory(claim, mine)
+            trajectory.task = self.spawn(self._run(trajectory))
         return bool(claims)
 
+    def _trajectory(self, claim: Claim, mine: Any) -> Trajectory:
+        if self.episodes is None:
+            return Trajectory(claim, self, mine)
+        return EpisodeTrajectory(claim, self, mine, self.episodes)
+
     async def _claim_stages(self) -> bool:
-        room = 2 * self.config.reward_processes - len(self.scoring)
-        if self.scorer is None or STAGE not in self.run.settings.stages or room <= 0:
+        got = False
+        for name, room in self.scorer.rooms() if self.scorer is not None else []:
+            for claim in await self.write(stages.claim_stages, self.worker_id, room, (name,)):
+                self._score(claim)
+                got = True
+        if got:
+            await asyncio.sleep(0)  # the claims begin: their room is taken
+        return got
+
+    async def _claim_filters(self) -> bool:
+        """Groups that are scored, for the run's filters."""
+        if self.filterer is None or (room := MAX_FILTERING - len(self.filtering)) <= 0:
             return False
-        claims = await self.write(stages.claim_stages, self.worker_id, room)
+        claims = await self.write(stages.claim_stages, self.worker_id, room, (filters.STAGE,))
         for claim in claims:
-            self._score(claim)
+            task = self.spawn(self.filterer.run(claim))
+            self.scoring[claim.stage_id] = task
+            self.filtering.add(claim.stage_id)
+            task.add_done_callback(lambda _, id=claim.stage_id: self._stage_ended(id))  # type: ignore[misc]
         return bool(claims)
+
+    def _stage_ended(self, stage_id: int) -> None:
+        self.scoring.pop(stage_id, None)
+        self.filtering.discard(stage_id)
+        self.wake.set()
 
     def _score(self, claim: StageClaim) -> None:
         assert self.scorer is not None
-        task = self._spawn(self.scorer.score(claim))
+        task = self.spawn(self.scorer.score(claim))
         self.scoring[claim.stage_id] = task
         task.add_done_callback(lambda _: self.scoring.pop(claim.stage_id, None))
         task.add_done_callback(lambda _: self.wake.set())
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
         task.add_done_callback(_log_failure)
+        self.spawned.add(task)
+        task.add_done_callback(self.spawned.discard)
         return task
 
     async def _run(self, trajectory: Trajectory) -> None:
@@ -321,13 +450,15 @@ class RolloutWorker:
 
     async def _let_everything_go(self, reason: str) -> None:
         """Abort what is in flight at the engines, store the partials, release the samples, end the rewards."""
-        self._abort_all(reason)
+        self._abort(reason)
         tasks = [*(t.task for t in self.inflight.values() if t.task), *self.scoring.values()]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=self.config.drain_timeout_s)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+        if self.spawned:  # the last aborts: an engine must hear them before the connections close
+            await asyncio.wait(self.spawned, timeout=self.config.abort_timeout_s)
 
 
 def _log_failure(task: asyncio.Task[Any]) -> None:

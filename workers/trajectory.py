@@ -6,18 +6,26 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from samplestore.errors import LeaseLost, SampleStoreError
+import numpy as np
+
+from samplestore.errors import InvalidSegment, LeaseLost, SampleStoreError
+from samplestore.queries.episodes import has_calls
 from samplestore.types import Claim, StageClaim
 from samplestore.verbs import samples
+from samplestore.workers.dispatch import Target
 from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.fleet import Fleet
 from samplestore.workers.generation import CONTEXT_MARGIN, Limits, Outcome, Request
+from samplestore.workers.images import ImageData
 from samplestore.workers.replies import EngineError
+from samplestore.writer import Call
 
 log = logging.getLogger("samplestore.worker")
 
+VOCAB_BOUND = 2**31  # of engines that tell no vocabulary; prompts were held against their tokenizer's when they came in
 MAX_CUTS = 5  # requests in a row that died without a token, after which a sample is given back
 BACKOFF_S = 0.25
 
@@ -29,10 +37,22 @@ class Host(Protocol):
     limits: Limits
     fleet: Fleet
     current_label: tuple[str, str | None] | None
+    may_abort_all: bool  # the run's consent
 
     async def write(self, verb: Any, first: Any = None, *args: Any, **kwargs: Any) -> Any: ...
 
+    async def write_together(self, calls: Sequence[Call]) -> list[Any]: ...
+
+    async def read(self, question: Any) -> Any: ...
+
     async def version_of(self, label: str | None) -> int | None: ...
+
+    def give_up(self, error: EngineError) -> None: ...
+
+    @property
+    def images(self) -> ImageData: ...
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]: ...
 
 
 class LetGo(Exception):
@@ -45,19 +65,23 @@ class Trajectory:
     keep_stages   its rewards are scored by this worker: `run` returns them
     """
 
-    def __init__(self, claim: Claim, host: Host, keep_stages: bool) -> None:
+    def __init__(self, claim: Claim, host: Host, keep_stages: samples.Kept) -> None:
         self.claim, self.host, self.keep_stages = claim, host, keep_stages
         self.request: Request | None = None  # the running one
         self.told: str | None = None  # why it is to stop and go back
         self.task: asyncio.Task[None] | None = None
+        self.limits = host.limits.over(claim.sampling, claim.max_new_tokens)  # of the requests that are made now
+        self.image_data: list[str] = []  # data URLs
+        self.turn_start = 0  # response position where the running turn began; a single turn is the whole response
 
     async def run(self) -> list[StageClaim]:
         """Generate until the sample ends; its stages, if it was finished here. Whatever happens, the sample does not
         stay with a worker that does nothing for it."""
         claim, write = self.claim, self.host.write
         try:
-            await self._generate()
-            done: list[StageClaim] = await write(samples.finish, claim, None, claim.finish_reason, self.keep_stages)
+            done = await self._generate()
+            if done is None:
+                done = await write(*self._finish(claim.finish_reason))
             return done
         except LetGo as reason:
             await self._give_back(str(reason))
@@ -66,6 +90,12 @@ class Trajectory:
             raise
         except LeaseLost as error:
             log.warning("sample=%d %s", claim.sample_id, error)
+        except EngineError as error:
+            if error.kind == "setup":  # no sample's fault, and no other sample would fare better
+                await self._give_back("worker set up wrongly")
+                self.host.give_up(error)
+            else:
+                await self._failed(error)
         except SampleStoreError as error:
             await self._failed(error)
         except Exception as error:
@@ -73,73 +103,176 @@ class Trajectory:
             await self._failed(error)
         return []
 
+    @property
+    def generating(self) -> bool:
+        """Whether a request of it runs."""
+        return self.request is not None
+
+    @property
+    def sample_ids(self) -> list[int]:
+        """The samples that this worker owns for it."""
+        return [self.claim.sample_id]
+
     def tell(self, reason: str) -> None:
         """Stop at the next chance and go back; the first reason counts."""
         self.told = self.told or reason
 
     async def abort(self, timeout_s: float) -> None:
         """Abort the running request at the engines; the partial comes back through the open call. Said again until it
-        does: an abort that overtakes its request is not heard. In the end the call is cut: an engine that sees its
-        client go stops too."""
-        request, task, end = self.request, self.task, time.monotonic() + timeout_s
-        while request is not None and task is not None and not task.done() and self.request is request:
+        does: an abort that overtakes its request is not heard, and one that comes during a pause may be lost for good.
+        One whose reply is complete is left alone: cut while its end is stored, its stages would belong to nobody.
+        Then everything that its engine runs is aborted, if the run consents: they are this run's, and resumable. In the
+        end the call is cut: an engine that sees its client go stops too."""
+        request, task = self.request, self.task
+        if request is None or task is None:
+            return
+        fleet, all_told = self.host.fleet, not self.host.may_abort_all
+        end = time.monotonic() + timeout_s
+        while not task.done() and self.request is request and not request.complete:
             if time.monotonic() >= end:
-                log.warning("rid=%s abort was not answered; closing its connection", request.rid)
-                task.cancel()
-                return
-            await self.host.fleet.abort(request.rid)
+                if all_told:
+                    log.warning("rid=%s abort was not answered; closing its connection", request.rid)
+                    task.cancel()
+                    return
+                log.warning("rid=%s abort was not answered; aborting all that its engine runs", request.rid)
+                await fleet.abort_all(request.engine)
+                all_told, end = True, time.monotonic() + timeout_s
+            await fleet.abort(request.rid, request.engine)
             await asyncio.wait([task], timeout=max(0.01, min(1.0, end - time.monotonic())))
 
-    async def _generate(self) -> None:
-        """Requests, one after the other, until the sample is finished: it is resumed from its stored tokens whenever
-        a request ends early. The budget is what is left of max_new_tokens, counted from stored tokens."""
+    def _finish(self, reason: str | None) -> Call:
+        return samples.finish, self.claim, None, reason, self.keep_stages
+
+    async def _generate(self) -> list[StageClaim] | None:
+        """Requests, one after the other, until the sample ends: it is resumed from its stored tokens whenever a
+        request ends early. The budget is what is left of max_new_tokens, counted from stored tokens. Returns its stages
+        where the last request has finished it, None where that is still to be done."""
         claim = self.claim
         if claim.n_tokens and claim.finish_reason not in (None, "abort", "length"):
-            return  # it was complete, and its worker died before it could say so: another token would be one too many
-        resumes, idle = claim.resumable, 0
+            return None  # complete, and its worker died before it could say so: another token would be one too many
+        if claim.attempt > 1:  # somebody had it before
+            await self._require_no_episode()
+        return await self._turn()
+
+    async def _require_no_episode(self) -> None:
+        """One turn more would end a sample that its episode has not ended. Raises EngineError("setup")."""
+        claim = self.claim
+        if await self.host.read(lambda c: has_calls(c, claim.sample_id, claim.incarnation)):
+            raise EngineError(
+                "setup", f"sample {claim.sample_id} was begun by an episode. Start this worker with the same: --episode"
+            )
+
+    async def _turn(self) -> list[StageClaim] | None:
+        claim = self.claim
+        if claim.images and not self.image_data:
+            self.image_data = await self.host.images.urls(claim.images)
+        self._check_vocabulary()
+        resumes, idle = claim.n_tokens > self.turn_start, 0
         while True:
             self._check_told()
             budget = self._budget()
-            if budget <= 0:
-                return self._out_of_room()
-            request = self.request = self._new_request()
-            outcome = await self._ask(request, budget, resumes)
-            self.request = None
-            if outcome == Outcome.FINISHED and not self._slice_ended(budget, request):
+            if claim.n_tokens > self.turn_start and self._ends_with(int(claim.response_ids[-1])):
+                claim.finish_reason = "stop"
                 return None
-            resumes = outcome != Outcome.FINISHED and claim.n_tokens > 0
+            if budget <= 0:
+                self._out_of_room()
+                return None
+            request, outcome = await self._ask(budget, resumes)
+            if request.finished is not None:
+                return request.finished
+            resumes = outcome != Outcome.FINISHED and request.stored > 0  # one that was refused resumed nothing
             idle = 0 if request.stored else idle + 1
             self._check_told()
+            if outcome in (Outcome.ABORTED, Outcome.CUT) and claim.n_tokens and not self.limits.resumes:
+                raise LetGo("cut short, and the run does not resume")  # its next claim starts it from the prompt
             if outcome == Outcome.CUT and idle >= MAX_CUTS:
+                if request.error is not None and _own_failure(request):
+                    raise request.error  # engines that are well answer this sample, and only this one, so
                 raise LetGo("engine unreachable")
             if outcome in (Outcome.CUT, Outcome.BUSY) or idle:
                 # min: after an hour without engines 2**idle would be no float any more
                 await asyncio.sleep(random.uniform(0.5, 1.0) * min(5.0, BACKOFF_S * 2 ** min(idle, 8)))
 
-    def _new_request(self) -> Request:
-        host = self.host
-        keyed = host.limits.versions_may_change and host.current_label is not None
+    def _ends_with(self, token: int) -> bool:
+        """Whether this token ends the response. An abort can come at the moment at which a request ends: its reply
+        says "abort" and has the end token. Resumed, the sample would go on after its end."""
+        sampling = self.limits.sampling
+        ids = set() if sampling.get("ignore_eos") else set(self.host.fleet.stop_ids)
+        ids.update(id for id in sampling.get("stop_token_ids") or () if isinstance(id, int))
+        return token in ids
+
+    def _closing(self, budget: int) -> Callable[[int, str, int], Call | None]:
+        """What a request of so much budget asks when its reply is complete: the write that ends the sample, or None
+        where only a slice has ended."""
+        limits = self.limits
+
+        def closing(made: int, reason: str, last: int) -> Call | None:
+            if reason == "length" and self._ends_with(last):
+                return self._finish("stop")  # its end came with the last token that it was given
+            sliced = limits.mode == "sliced" and reason == "length" and limits.slice_tokens <= made < budget
+            return None if sliced else self._finish(reason)
+
+        return closing
+
+    def _check_vocabulary(self) -> None:
+        """One token outside the vocabulary kills a whole SGLang server: it never gets there."""
+        size = self.host.fleet.vocab_size
+        for what, ids in (("prompt", self.claim.prompt_ids), ("response", self.claim.response_ids)):
+            wrong = np.flatnonzero((ids < 0) | (ids >= (size or VOCAB_BOUND)))
+            if wrong.size:
+                at = int(wrong[0])
+                known = f"0 to {size - 1:,}" if size else f"0 to {VOCAB_BOUND - 1:,}"
+                raise EngineError(
+                    "refused", f"{what} token {int(ids[at])} at position {at} is outside the vocabulary ({known})"
+                )
+
+    def _new_request(self, target: Target, budget: int) -> Request:
+        host, fleet = self.host, self.host.fleet
+
+        def labels() -> set[str | None]:
+            return {fleet.engines.get(url) for url in ([target.engine] if target.engine else fleet.fit)}
+
+        def cache_label() -> str | None:
+            """None while an engine may be on its way to other weights."""
+            current = host.current_label[0] if host.current_label else None
+            return current if labels() == {current} else None
+
         return Request(
-            self.claim, host.client, host.write, host.limits, host.version_of, set(host.fleet.engines.values()),
-            self._why_aborted, host.current_label[0] if keyed and host.current_label else None,
+            self.claim, host.client, host.write, host.write_together, self.limits, self._closing(budget),
+            host.version_of, labels(), self._why_aborted, None if host.fleet.flushes else cache_label,
+            self.image_data,
         )  # fmt: skip
 
-    async def _ask(self, request: Request, budget: int, resumes: bool) -> str:
+    async def _ask(self, budget: int, resumes: bool) -> tuple[Request, str]:
+        """One request, and its outcome. Whatever ends it but its own last word, the engine is told to stop: some go on
+        after their client has gone."""
         fleet = self.host.fleet
-        try:
-            base = fleet.base_for(self.claim.group_id)
-            outcome = await request.run(base, budget, resumes, None if fleet.router else base)
-            if outcome == Outcome.CUT:
-                fleet.suspect(base)
-            return outcome
-        except LeaseLost:
-            # nobody wants these tokens any more, so the engine must not make them
-            await asyncio.shield(fleet.abort(request.rid))
-            raise
+        if not fleet.fit:
+            raise LetGo("no engine is fit")
+        began, outcome = time.monotonic(), Outcome.CUT
+        with fleet.place(self.claim.group_id) as target:
+            request = self.request = self._new_request(target, budget)
+            try:
+                outcome = await request.run(target, budget, resumes)
+            except (EngineError, InvalidSegment) as error:
+                # one log-prob that is no number after many that are: the weights may have changed in between
+                kind = error.kind if isinstance(error, EngineError) else error.field
+                if kind not in ("unfit", "logprobs"):
+                    raise
+                if await fleet.unfit_after(request.engine, self.claim.prompt_ids, began, error):
+                    raise LetGo("engine unfit") from error
+                raise
+            finally:
+                self.request = None
+                if outcome == Outcome.CUT:
+                    self.host.spawn(fleet.abort(request.rid, request.engine))
+            if outcome == Outcome.CUT and not _own_failure(request):
+                fleet.suspect(target, request.error)
+        return request, outcome
 
     def _budget(self) -> int:
         claim, room = self.claim, self.host.fleet.context_length
-        budget = claim.budget(self.host.limits.max_new_tokens)
+        budget = claim.budget(self.limits.max_new_tokens)
         if room is None:
             return budget
         return min(budget, room - int(claim.prompt_ids.size) - claim.n_tokens - CONTEXT_MARGIN)
@@ -150,16 +283,6 @@ class Trajectory:
             n, room = self.claim.prompt_ids.size, self.host.fleet.context_length
             raise EngineError("refused", f"a prompt of {n} tokens leaves no room in a context of {room}")
         self.claim.finish_reason = "length"
-
-    def _slice_ended(self, budget: int, request: Request) -> bool:
-        """Whether a slice ended, rather than the sample."""
-        limits = self.host.limits
-        return (
-            limits.mode == "sliced"
-            and self.claim.finish_reason == "length"
-            and request.stored >= min(budget, limits.slice_tokens)
-            and self._budget() > 0
-        )
 
     def _why_aborted(self, label: str | None) -> str:
         if self.told is not None:
@@ -184,3 +307,13 @@ class Trajectory:
             await self.host.write(samples.fail, claim, str(error) or type(error).__name__)
         except LeaseLost as lost:
             log.warning("sample=%d %s", claim.sample_id, lost)
+
+
+def _own_failure(request: Request) -> bool:
+    """Whether an engine that is there failed at this very request: by its own word, or, where no router stands in
+    between, by an answer of HTTP 5xx."""
+    error = request.error
+    if error is None:
+        return False
+    answered = request.direct and error.status is not None and error.status >= 500
+    return error.kind in ("error", "stale") or answered

@@ -43,11 +43,21 @@ Epochs: TypeAlias = Annotated[
 Seed: TypeAlias = Annotated[
     int | None, typer.Option("--seed", help="Seed of the order in which prompts are served. For a new run (default 0).")
 ]
+Mode: TypeAlias = Annotated[
+    str | None, typer.Option("--mode", help="sync, partial or async rollouts. For a new run (default async).")
+]
+Resume: TypeAlias = Annotated[
+    bool | None,
+    typer.Option("--resume/--no-resume", help="Go on from an aborted sample's tokens. For a new run (default yes)."),
+]
 Settings: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
         "--set", metavar="NAME=VALUE", help="Any other setting of a new run, e.g. --set groups_per_step=32. May repeat."
     ),
+]
+Evaluation: TypeAlias = Annotated[
+    bool, typer.Option("--eval", help="The data set is for `samplestore eval`, and never trained on.")
 ]
 Dataset: TypeAlias = Annotated[str, typer.Option("--dataset", help="Data set name of rows that do not say one.")]
 MaxTokens: TypeAlias = Annotated[
@@ -81,8 +91,11 @@ def add_prompts(
     samples_per_prompt: Samples = None,
     epochs: Epochs = None,
     seed: Seed = None,
+    mode: Mode = None,
+    resume: Resume = None,
     set_: Settings = None,
     dataset: Dataset = "default",
+    evaluation: Evaluation = False,
     max_prompt_tokens: MaxTokens = None,
     apply_chat_template: ApplyTemplate = False,
     skip_invalid: SkipInvalid = False,
@@ -104,13 +117,15 @@ def add_prompts(
     # transformers warns about what does not concern prompts (no torch, long texts).
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        flags = {"samples_per_prompt": samples_per_prompt, "epochs": epochs, "seed": seed}
-        settings = {**_parse_settings(set_ or []), **{k: v for k, v in flags.items() if v is not None}}
+        flags = {
+            "samples_per_prompt": samples_per_prompt, "epochs": epochs, "seed": seed, "mode": mode, "resume": resume,
+        }  # fmt: skip
+        settings = {**parse_settings(set_ or []), **{k: v for k, v in flags.items() if v is not None}}
         options = {
             "dataset": dataset, "max_prompt_tokens": max_prompt_tokens, "apply_chat_template": apply_chat_template,
             "keys": RowKeys(prompt_key, label_key, metadata_key, extra_to_metadata),
         }  # fmt: skip
-        result = _add(files, database(db), run, settings, tokenizer, skip_invalid, options)
+        result = _add(files, database(db), run, settings, tokenizer, skip_invalid, evaluation, options)
     except InvalidPrompts as error:
         _fail(error, as_json, EXIT_FAILED, error.rows)
     except SampleStoreError as error:
@@ -153,6 +168,7 @@ def _add(
     settings: dict[str, Any],
     tokenizer: str | None,
     skip_invalid: bool,
+    evaluation: bool,
     options: dict[str, Any],
 ) -> _Result:
     import samplestore
@@ -177,11 +193,11 @@ def _add(
                 raise PromptFileError(", ".join(map(str, files)), f"{what}, nothing was stored")
             unique, duplicates = first_of_each(prompts)
             progress.add_task("storing", total=None)
-            done = store.run(name, **settings).add_prompts(unique)
+            done = store.run(name, **settings).add_prompts(unique, evaluation=evaluation)
     return _Result(name, done.added, done.existing, duplicates, invalid)
 
 
-def _parse_settings(pairs: list[str]) -> dict[str, Any]:
+def parse_settings(pairs: list[str]) -> dict[str, Any]:
     """NAME=VALUE pairs; values are JSON, or text where they are not. Raises InvalidSetting for a name that is none."""
     from samplestore.types import RunSettings
 

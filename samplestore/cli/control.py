@@ -37,14 +37,27 @@ def drain(db: Db = None, run: RunName = None, reason: Reason = None) -> None:
         say(f"run {found.name} is draining; follow it with: samplestore status --watch --run {found.name}")
 
 
-def abort(reason: NeededReason, db: Db = None, run: TheRun = None) -> None:
-    """Abort what is in flight at the engines. Workers store the partial samples, which stay resumable."""
+def abort(
+    reason: NeededReason,
+    db: Db = None,
+    run: TheRun = None,
+    sample: Annotated[list[int] | None, typer.Option(help="Only this sample (id); may be repeated.")] = None,
+    group: Annotated[list[int] | None, typer.Option(help="Only this group's samples (id); may be repeated.")] = None,
+    wait: Annotated[float | None, typer.Option(min=0, help="Wait as many seconds until workers have let go.")] = None,
+) -> None:
+    """Abort what is in flight at the engines. Workers store the partial samples, which stay resumable.
+
+    They are resumed at once unless the run is paused before (samplestore pause).
+    """
     from samplestore.queries.status import status
 
     with chosen_run(db, run) as found:
         held = status(found.database, found.id)["in_flight"]
-        found.abort_inflight(reason)
-        say(f"run {found.name}: workers were asked to abort what is in flight ({held:,} samples)")
+        found.abort_inflight(reason, samples=sample, groups=group, wait_s=wait)
+        named = sample or group
+        what = "those samples" if named else f"what is in flight ({held:,} samples)"
+        done = "have aborted" if wait is not None else "were asked to abort"
+        say(f"run {found.name}: workers {done} {what}")
 
 
 def reap(db: Db = None, run: RunName = None) -> None:

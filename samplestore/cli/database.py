@@ -1,10 +1,10 @@
-"""samplestore db upgrade, current, check: the schema."""
+"""samplestore db upgrade, downgrade, current, check: the schema."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,11 +41,33 @@ def upgrade(db: Db = None) -> None:
         if found.is_sqlite:  # this command makes what is not there; the others only where the folder is
             found.path.parent.mkdir(parents=True, exist_ok=True)
         before = migrations.current(found) if found.exists() else None
-        if before is not None and not (before.isdigit() and int(before) <= int(migrations.REVISION)):
+        if before is not None and not migrations.known(before):
             raise SchemaMismatch(found.shown_url, before, migrations.REVISION, known=False)
         after = migrations.upgrade(found)
         was = "it was already there" if before == after else f"it was {before or 'without a schema'}"
         say(f"{found.shown_url}: schema revision {after} ({was})")
+
+
+@app.command()
+def downgrade(
+    revision: Annotated[str, typer.Argument(metavar="REVISION", help="An older revision, e.g. 0002.")],
+    db: Db = None,
+) -> None:
+    """Bring the schema back to an older REVISION, for an older samplestore. Refused where something would be lost.
+
+    Stop workers and trainers before.
+    """
+    from samplestore import migrations
+
+    with _connected(db, must_exist=True) as found:
+        if not migrations.known(revision):
+            raise exits.CommandError(
+                f"there is no schema revision {revision!r}; this samplestore knows 0001 to {migrations.REVISION}. "
+                "See: samplestore db current",
+                exits.USAGE,
+            )
+        before, after = migrations.current(found), migrations.downgrade(found, revision)
+        say(f"{found.shown_url}: schema revision {after} (it was {before})")
 
 
 @app.command()

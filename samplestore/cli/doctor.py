@@ -24,6 +24,7 @@ LEAST_FREE, LITTLE_FREE = GIB // 2, 5 * GIB
 LARGE_WAL = GIB  # a reader that stays keeps the WAL from being reused
 HEALTH_TIMEOUT_S = 5.0
 OK, WARN, FAIL = "ok", "warn", "FAIL"
+CHECKS = "samplestore.checks"  # entry points: checks of what the core does not import
 
 
 class Result(NamedTuple):
@@ -38,12 +39,26 @@ def doctor(
     engines: Annotated[
         bool, typer.Option("--engines", help="Ask every engine whether it is there (exit 4 if not).")
     ] = False,
+    router: Annotated[
+        str | None,
+        typer.Option(
+            "--router",
+            metavar="URL",
+            help="Check this router too: its engines, and whether it retries. For that an engine that refuses "
+            "everything joins its list for some seconds. Needs no database.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check SQLite or PostgreSQL, file system, disk, schema, workers and engines. Exit code 5 on problems."""
+    from samplestore.config import database_url
     from samplestore.logs import mask
 
-    results = list(_results(existing_url(db), engines))
+    results: list[Result] = []
+    if db or not router or database_url() is not None:
+        results += _results(existing_url(db), engines)
+    if router:
+        results += _router(router)
     code = min((r.exit_code for r in results if r.state == FAIL), default=exits.OK)
     if as_json:
         emit_json(
@@ -139,6 +154,8 @@ def _database(found: Database) -> Iterator[Result]:
 
 
 def _wal(found: Database) -> Iterator[Result]:
+    from samplestore import readers
+
     with found.reading() as connection:
         mode = str(connection.exec_driver_sql("PRAGMA journal_mode").scalar())
     if mode == "wal":
@@ -150,7 +167,8 @@ def _wal(found: Database) -> Iterator[Result]:
     wal = found.path.with_name(found.path.name + "-wal")
     size = wal.stat().st_size if wal.exists() else 0
     if size > LARGE_WAL:
-        yield Result("WAL size", WARN, f"{size / GIB:.1f} GiB: some reader stays open, so the file is never used again")
+        kept = f"{size / GIB:.1f} GiB: {readers.told(str(found.path))} keeps it from being used again"
+        yield Result("WAL size", WARN, f"{kept}. It shrinks when that ends")
 
 
 def _server(found: Database) -> Iterator[Result]:
@@ -184,7 +202,7 @@ def _processes(found: Database, ask_engines: bool) -> Iterator[Result]:
     said = f"{len(known)} registered, {behind} not at their run's current weights"
     if failed:
         cure = "See: samplestore engines list"
-        yield Result("engines", FAIL, f"{len(failed)} failed their last update ({failed[0]}). {cure}", exits.CHECK)
+        yield Result("engines", FAIL, f"{len(failed)} failed ({failed[0]}). {cure}", exits.CHECK)
     else:
         yield Result("engines", OK, said)
     if ask_engines:
@@ -196,6 +214,21 @@ def _processes(found: Database, ask_engines: bool) -> Iterator[Result]:
             yield Result("engine health", FAIL, said, exits.ENGINE)
         else:
             yield Result("engine health", OK, f"{listed([len(known)])} answered")
+
+
+def _router(url: str) -> list[Result]:
+    """Found by its entry point: the core imports no workers."""
+    from importlib.metadata import entry_points
+
+    if not url.startswith(("http://", "https://")):
+        raise exits.CommandError(f"{url!r} is no http://HOST:PORT. See: samplestore doctor --help", exits.USAGE)
+    found = [entry for entry in entry_points(group=CHECKS) if entry.name == "router"]
+    if not found:
+        raise exits.CommandError(
+            "this installation has no router check. Run: pip install --force-reinstall samplestore"
+        )
+    checked: list[Result] = found[0].load()(url)
+    return checked
 
 
 def _unreachable(url: str) -> str | None:

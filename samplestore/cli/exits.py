@@ -15,7 +15,10 @@ ENGINE = 4  # an engine does not answer
 CHECK = 5  # a check found something
 INTERRUPTED = 130
 
-_COMMAND = re.compile(r"samplestore [a-z]|pip install|hf download|ps -fp|unset |ls -l|du -|run\.\w+\(|--\w+")
+_COMMAND = re.compile(
+    r"samplestore [a-z]|pip install|apt-get install|createdb|hf download|ps -fp|unset |ls -l|du -|df -|mkdir -p|psql"
+    r"|pg_isready|dmesg|run\.\w+\(|--\w+"
+)
 
 
 class CommandError(SampleStoreError):

@@ -14,9 +14,12 @@ from samplestore.cli.output import emit_json, note, pairs, say, table, when
 from samplestore.states import GroupState, SegmentKind
 
 if TYPE_CHECKING:
+    from samplestore.queries.determinism import Determinism
+    from samplestore.queries.episodes import RecordedCall
     from samplestore.queries.trajectory import Span, Trajectory
     from samplestore.store import Store
 
+MAX_REQUESTS = 200
 MAX_TEXT_TOKENS = 200_000  # longer responses are cut, and it is said
 _NAMED = re.compile(
     r"(?:(?:(?P<uuid>[0-9a-f-]{36})/)?(?P<group>\d{1,18})/(?P<index>\d{1,9})(?:/(?P<life>\d{1,9}))?|(?P<id>\d{1,18}))"
@@ -69,7 +72,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """One sample: status, group, segments with their weight versions, events; its text with --tokenizer."""
-    from samplestore.queries import trajectory
+    from samplestore.queries import determinism, episodes, inspect, trajectory
 
     loaded = None
     if tokenizer is not None:
@@ -83,18 +86,34 @@ def show(
             found = trajectory.read(*at, incarnation=place["life"], limit=1)
             assert found is not None, "the sample was found a moment ago, and samples are never deleted"
             text = None if loaded is None else _text(at, found, loaded)
+            requests = inspect.requests(store.database, place["id"], found.incarnation, MAX_REQUESTS + 1)
+            calls = store.database.read(lambda c: episodes.record(c, place["id"], found.incarnation)).calls
+            again = determinism.of_sample(store.database, place["run_id"], place["id"])
         except ValueError as error:
             raise exits.CommandError(
                 f"{error}. Find all damaged rows with: samplestore check --run {place['run']}"
             ) from error
     if as_json:
-        emit_json(_as_json(place, found, text))
+        emit_json(
+            {
+                **_as_json(place, found, requests, text),
+                "determinism": asdict(again),
+                "calls": [asdict(c) for c in calls],
+            }
+        )
     else:
-        _print(place, found)
+        _print(place, found, requests, again)
+        if calls:
+            say()
+            table(("call", "kind", "name", "state", "from", "to", "error"), [_call(c) for c in calls[:MAX_REQUESTS]])
         for name, said in (text or {}).items():
             say()
             say(f"{name}:")
             say(said, lines=True)
+
+
+def _call(c: RecordedCall) -> tuple[Any, ...]:
+    return c.number, c.kind, c.name or None, c.state, c.start, c.stop, c.error
 
 
 def _text(at: tuple[Any, ...], found: Trajectory, tokenizer: Any) -> dict[str, str]:
@@ -103,13 +122,15 @@ def _text(at: tuple[Any, ...], found: Trajectory, tokenizer: Any) -> dict[str, s
 
     from samplestore.queries import trajectory
 
-    n = min(found.n_tokens, found.n_prompt + MAX_TEXT_TOKENS)
+    if found.pruned:
+        note("the response was pruned; only the prompt is left")
+    n = found.n_prompt if found.pruned else min(found.n_tokens, found.n_prompt + MAX_TEXT_TOKENS)
     pages = [
         trajectory.read(*at, incarnation=found.incarnation, start=start, limit=trajectory.MAX_WINDOW)
         for start in range(0, n, trajectory.MAX_WINDOW)
     ]
     ids = np.concatenate([np.empty(0, np.int32), *(page.tokens.ids for page in pages if page is not None)])[:n]
-    if n < found.n_tokens:
+    if n < found.n_tokens and not found.pruned:
         note(
             f"the response is cut after {MAX_TEXT_TOKENS:,} of {found.n_response:,} tokens; "
             "read it all in: samplestore dashboard"
@@ -121,7 +142,9 @@ def _portable(place: dict[str, Any], found: Trajectory) -> str:
     return f"{place['uuid']}/{place['number']}/{place['index']}/{found.incarnation}"
 
 
-def _as_json(place: dict[str, Any], found: Trajectory, text: dict[str, str] | None) -> dict[str, Any]:
+def _as_json(
+    place: dict[str, Any], found: Trajectory, requests: list[dict[str, Any]], text: dict[str, str] | None
+) -> dict[str, Any]:
     told = {
         "run": place["run"],
         "id": place["id"],
@@ -134,14 +157,17 @@ def _as_json(place: dict[str, Any], found: Trajectory, text: dict[str, str] | No
         "response_tokens": found.n_response,
         "segments": [asdict(span) for span in found.spans],
         "segments_cut": found.spans_cut,
+        "requests": requests[:MAX_REQUESTS],
+        "requests_cut": len(requests) > MAX_REQUESTS,
         "events": found.events,
         "events_cut": found.events_cut,
     }
     return told if text is None else {**told, "text": text}
 
 
-def _print(place: dict[str, Any], found: Trajectory) -> None:
+def _print(place: dict[str, Any], found: Trajectory, requests: list[dict[str, Any]], again: Determinism) -> None:
     s, g = found.sample, found.group
+    shares = "a prompt of its own" if s["parent_upto"] is None else f"its first {s['parent_upto']:,} response tokens"
     owner = f", held by worker {s['owner']} since {when(s['claimed_at'])}" if s["owner"] is not None else ""
     lives = "" if found.incarnation == s["incarnation"] else f" (a former life; the present one is {s['incarnation']})"
     reason = f": {g['reason']}" if g["reason"] else ""
@@ -153,6 +179,7 @@ def _print(place: dict[str, Any], found: Trajectory) -> None:
             ("incarnation", f"{found.incarnation}{lives}"),
             ("status", f"{s['status']}{f' ({reason_})' if (reason_ := s['finish_reason']) else ''}{owner}"),
             ("group", f"{g['state']}{reason}, {g['n_samples']} samples, epoch {g['epoch']}"),
+            *([("forked", f"from sample {s['parent_id']}, with {shares}")] if s["parent_id"] is not None else []),
             ("prompt", f"{found.n_prompt:,} tokens, dataset {s['dataset']}"),
             (
                 "response",
@@ -165,6 +192,7 @@ def _print(place: dict[str, Any], found: Trajectory) -> None:
                 "stopped",
                 f"{s['n_aborts']} times, resumed {s['n_resumes']}, failed {s['failures']}; attempt {s['attempt']}",
             ),
+            ("same again", "yes: seeded or greedy" if again.holds else f"no: {'; '.join(again.reasons)}"),
             ("created", when(s["created_at"])),
             ("finished", when(s["finished_at"])),
             *([("error", s["error"])] if s["error"] else []),
@@ -173,10 +201,13 @@ def _print(place: dict[str, Any], found: Trajectory) -> None:
     if found.spans:
         say()
         table(SEGMENTS, [_segment(span) for span in found.spans])
+    if requests:
+        say()
+        table(REQUESTS, [_request(r) for r in requests[:MAX_REQUESTS]])
     if found.events:
         say()
         table(("event", "at", "reason", "worker", "version", "tokens"), [_event(event) for event in found.events])
-    if found.spans_cut or found.events_cut:
+    if found.spans_cut or found.events_cut or len(requests) > MAX_REQUESTS:
         note("the lists are cut; see them all in: samplestore dashboard")
 
 
@@ -194,6 +225,33 @@ def _segment(x: Span) -> tuple[Any, ...]:
         seqs, x.start, x.n_tokens, x.kind, x.loss, versions, mean, _id(x.owner), x.attempt, x.engine, x.finish_reason,
         when(x.last_at),
     )  # fmt: skip
+
+
+REQUESTS = (
+    *("request", "engine", "prompt", "cached", "generated", "stored", "lost", "why lost"),
+    *("retracted", "drafts kept", "queue s", "total s", "finish"),
+)
+
+
+def _request(r: dict[str, Any]) -> tuple[Any, ...]:
+    return (
+        r["rid"][:12], r["engine"], r["prompt_tokens"], r["cached_tokens"], r["generated_tokens"], r["stored_tokens"],
+        r["lost_tokens"], r["lost_reason"], r["retractions"], _accepted(r["spec"]), r["queue_s"], r["e2e_s"],
+        r["finish_reason"],
+    )  # fmt: skip
+
+
+def _accepted(spec: Any) -> float | None:
+    """The share of drafted tokens that speculative decoding kept, under the names of old and new engines."""
+    told = spec if isinstance(spec, dict) else {}
+    for kept, drafted in (
+        ("spec_num_correct_drafts", "spec_num_proposed_drafts"),
+        ("spec_accept_token_num", "spec_draft_token_num"),
+    ):
+        a, b = told.get(kept), told.get(drafted)
+        if isinstance(a, int | float) and isinstance(b, int | float) and b > 0:
+            return a / b
+    return None
 
 
 def _event(e: dict[str, Any]) -> tuple[Any, ...]:

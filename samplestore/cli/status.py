@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from samplestore.cli.common import AsJson, Db, RunName, existing, opened, opened_run
 from samplestore.cli.output import counts, duration, emit_json, fancy, pairs, say, table, when
+from samplestore.states import StalenessMode, StalePolicy
 
 if TYPE_CHECKING:
     from samplestore.run import Run
@@ -70,16 +72,34 @@ def _print(told: dict[str, Any]) -> None:
             ("uuid", told["uuid"]),
             ("as of", when(told["as_of"])),
             ("weights", f"version {told['current_version']}, timeline {told['timeline']}"),
+            *_mode(told),
             ("prompts", f"{told['prompts']:,}, epoch {told['epoch']}"),
+            *_datasets(told["datasets"]),
             ("groups", counts(told["groups"])),
             ("samples", f"{samples}; in flight {told['in_flight']:,}, resumed {told['resumed_samples']:,}"),
             ("tokens", counts(told["tokens"])),
             ("staleness", f"of ready groups: {_staleness(told['staleness'])}"),
             ("batches", batches),
             ("next batch", _why(told["why"])),
+            *([("starving", "; ".join(told["starving"]))] if told["starving"] else []),
+            ("engines", _engines(told["engines"])),
+            *([("stages", f"waiting or with a worker: {counts(told['stages'])}")] if told["stages"] else []),
+            *([("arrays", _arrays(told["arrays"]))] if told["arrays"] else []),
         ]
     )
     _parts(told)
+
+
+def _mode(told: dict[str, Any]) -> list[tuple[str, str]]:
+    """Of a run that goes in steps."""
+    if told["mode"] == "async":
+        return []
+    step = "the step has its groups, and waits for new weights" if told["step_over"] else "a step is generated"
+    return [("mode", f"{told['mode']}: {step}")]
+
+
+def _arrays(sizes: list[dict[str, Any]]) -> str:
+    return "; ".join(f"{a['name']} {a['arrays']:,} with {a['bytes']:,} bytes" for a in sizes)
 
 
 def _parts(told: dict[str, Any]) -> None:
@@ -98,12 +118,44 @@ def _parts(told: dict[str, Any]) -> None:
     if told["engines"]:
         say()
         table(
-            ("engine", "state", "version", "label", "error"),
-            [(e["url"], e["state"], _or_unknown(e["version"]), e["label"], e["error"]) for e in told["engines"]],
-        )
+            ("engine", "state", "version", "label", "running", "queued", "generated", "error"),
+            [
+                (
+                    e["url"], e["state"], _or_unknown(e["version"]), e["label"], e["running"], e["queued"],
+                    e["generated_tokens"], e["error"],
+                )
+                for e in told["engines"]
+            ],
+        )  # fmt: skip
+    if told["dropped"]:
+        say()
+        table(("groups dropped for", "groups"), told["dropped"].items())
     if told["aborts"]:
         say()
         table(("stopped in the middle", "times"), told["aborts"].items())
+
+
+def _datasets(listed: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The data sets of a run that has more than one."""
+    if len(listed) < 2:
+        return []
+    said = [
+        f"{d['name']}: {d['prompts']:,} prompts "
+        + ("to evaluate on" if d["purpose"] == "eval" else f"({d['served']:,} groups served)")
+        for d in listed
+    ]
+    return [("data sets", "; ".join(said))]
+
+
+def _engines(listed: list[dict[str, Any]]) -> str:
+    """live 2, failed 1 (url: error); version 3 (2), unknown (1)"""
+    if not listed:
+        return "none"
+    failed = [e for e in listed if e["state"] == "failed"]
+    why = f" ({failed[0]['url']}: {str(failed[0]['error'])[:120]})" if failed else ""
+    states = counts({"live": len(listed) - len(failed), "failed": len(failed)})
+    serves = Counter(_or_unknown(e["version"]) for e in listed)
+    return f"{states}{why}; version " + ", ".join(f"{version} ({n:,})" for version, n in sorted(serves.items()))
 
 
 def _worker_state(worker: dict[str, Any]) -> str:
@@ -132,11 +184,23 @@ def why(
         int | None,
         typer.Option("--groups", min=1, help="Groups of the batch.", show_default="the run's"),
     ] = None,
+    max_staleness: Annotated[
+        int | None,
+        typer.Option("--max-staleness", min=0, help="Versions that they may lie behind.", show_default="the run's"),
+    ] = None,
+    staleness_mode: Annotated[
+        StalenessMode | None,
+        typer.Option("--staleness-mode", help="By which of its tokens a sample is judged.", show_default="the run's"),
+    ] = None,
+    stale: Annotated[
+        StalePolicy | None,
+        typer.Option("--stale", help="What the batch does with groups beyond that.", show_default="the run's"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Why is no batch ready? The reasons, most useful first."""
+    """Why is no batch ready? The reasons, most useful first, for a batch with these options."""
     with opened_run(db, run) as found:
-        told = found.why(groups)
+        told = found.why(groups, max_staleness, staleness_mode, stale)
         if as_json:
             emit_json({"run": found.name, **told.as_json()})
             return

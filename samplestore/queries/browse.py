@@ -8,11 +8,11 @@ import sqlalchemy as sa
 
 from samplestore.engine import Database
 from samplestore.errors import InvalidSetting
-from samplestore.models import Run, Sample, SampleGroup
+from samplestore.models import Sample, SampleGroup
 from samplestore.statements import staleness
 from samplestore.states import GroupState
 
-run, group, sample = Run.__table__, SampleGroup.__table__, Sample.__table__
+group, sample = SampleGroup.__table__, Sample.__table__
 
 MAX_PAGE = 500
 MAX_SAMPLES = 1000
@@ -34,7 +34,7 @@ def groups(
         sa.select(
             group.c.number, group.c.state, group.c.reason, group.c.epoch, group.c.n_samples, group.c.n_open,
             group.c.n_unscored, group.c.n_failed, group.c.n_tokens, group.c.oldest_version,
-            staleness.behind(run_id, group.c.oldest_version).label("staleness"), group.c.reward_mean,
+            staleness.group_lag(run_id).label("staleness"), group.c.reward_mean,
             group.c.reward_std, group.c.created_at,
         )
         .where(group.c.run_id == run_id)
@@ -73,11 +73,20 @@ def samples(database: Database, run_id: int, group_number: int) -> list[dict[str
 def recent(database: Database, run_id: int, limit: int = 10) -> list[dict[str, Any]]:
     """Samples that have tokens, those that moved last first, out of the newest RECENT_GROUPS groups."""
     moved = sa.func.coalesce(sample.c.finished_at, sample.c.progress_at, sample.c.created_at)
-    newest = sa.select(run.c.n_groups - RECENT_GROUPS).where(run.c.id == run_id).scalar_subquery()
+    # So many, and not "from this number on": PostgreSQL knows that it is short, and reads the samples of no others.
+    newest = (
+        sa.select(group.c.id, group.c.number, group.c.state)
+        .where(group.c.run_id == run_id)
+        .order_by(group.c.number.desc())
+        .limit(RECENT_GROUPS)
+        .subquery("newest")
+    )
     query = (
-        sa.select(group.c.number.label("group"), group.c.state.label("group_state"), moved.label("moved_at"), *_SAMPLE)
-        .select_from(group.join(sample, sample.c.group_id == group.c.id))
-        .where(group.c.run_id == run_id, group.c.number >= newest, sample.c.n_tokens > 0)
+        sa.select(
+            newest.c.number.label("group"), newest.c.state.label("group_state"), moved.label("moved_at"), *_SAMPLE
+        )
+        .select_from(newest.join(sample, sample.c.group_id == newest.c.id))
+        .where(sample.c.n_tokens > 0)
         .order_by(moved.desc(), sample.c.id.desc())
         .limit(max(1, min(limit, MAX_PAGE)))
     )

@@ -9,10 +9,12 @@ import sqlalchemy as sa
 
 from samplestore.clock import db_now
 from samplestore.engine import Database
-from samplestore.models import EngineRow, Run, Sample, SampleGroup, Worker
+from samplestore.models import EngineRow, Request, Run, Sample, SampleGroup, Worker
 from samplestore.statements import staleness
 
-run, group, sample, worker, engine = (t.__table__ for t in (Run, SampleGroup, Sample, Worker, EngineRow))
+run, group, sample, worker, engine, request = (
+    t.__table__ for t in (Run, SampleGroup, Sample, Worker, EngineRow, Request)
+)
 
 MAX_ROWS = 1000
 
@@ -48,7 +50,7 @@ def groups(database: Database, run_id: int, state: str | None, limit: int) -> li
         sa.select(
             group.c.id, group.c.number, group.c.state, group.c.reason, group.c.prompt_id, group.c.epoch,
             group.c.n_samples, group.c.n_open, group.c.n_unscored, group.c.n_failed, group.c.n_tokens,
-            staleness.behind(run_id, group.c.oldest_version).label("staleness"),
+            staleness.group_lag(run_id).label("staleness"),
             group.c.reward_mean, group.c.reward_std, group.c.created_at, group.c.ready_at, group.c.settled_at,
         )
         .where(group.c.run_id == run_id)
@@ -60,10 +62,12 @@ def groups(database: Database, run_id: int, state: str | None, limit: int) -> li
 
 def engines(database: Database, run_name: str | None = None) -> list[dict[str, Any]]:
     """Engines that runs drive, and whether they serve their run's current weights."""
+    counted = sa.case((engine.c.counter_at.is_not(None), engine.c.generated_tokens)).label("generated_tokens")
     query = (
         sa.select(
             run.c.name.label("run"), engine.c.url, engine.c.state, engine.c.version,
             run.c.current_version, engine.c.label, engine.c.failures, engine.c.error, engine.c.updated_at,
+            engine.c.release, engine.c.context_length, engine.c.running, engine.c.queued, counted,
         )
         .select_from(engine.join(run, run.c.id == engine.c.run_id))
         .where(engine.c.state != "gone")
@@ -117,3 +121,19 @@ def groups_by_id(database: Database, ids: Sequence[int]) -> list[dict[str, Any]]
         .where(group.c.id.in_(list(ids)[:MAX_ROWS]))
         .order_by(group.c.id),
     )
+
+
+def requests(database: Database, sample_id: int, incarnation: int, limit: int) -> list[dict[str, Any]]:
+    """Engine calls for one life of a sample, oldest first: generated = stored + lost(reason), None where not told."""
+    r = request.c
+    return _all(
+        database,
+        sa.select(
+            r.rid, r.engine, r.worker_id, r.attempt, r.prompt_tokens, r.cached_tokens, r.generated_tokens,
+            r.stored_tokens, r.lost_tokens, r.lost_reason, r.resumed_tokens, r.retractions, r.spec, r.temperature,
+            r.queue_s, r.e2e_s, r.finish_reason, r.started_at, r.finished_at,
+        )
+        .where(r.sample_id == sample_id, r.incarnation == incarnation)
+        .order_by(r.id)
+        .limit(min(limit, MAX_ROWS)),
+    )  # fmt: skip

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
 from samplestore.engine import Database
-from samplestore.models import Request
+from samplestore.models import EngineRow, Request
 from samplestore.statements import ledger as st
 from samplestore.states import Fate
 
-request = Request.__table__
+request, engine = Request.__table__, EngineRow.__table__
 
 Key = tuple[str, str, int]
 
@@ -26,7 +27,7 @@ def recounted(connection: sa.Connection, run_id: int) -> dict[Key, int]:
 
 
 def read(database: Database, run_id: int, exact: bool) -> dict[str, Any]:
-    """Generated tokens by fate, and, per request, generated = stored + lost.
+    """Generated tokens by fate; per request, generated = stored + lost; and what engines counted themselves.
 
     `closed` is None without `exact`: only a recount from the payloads can tell.
     """
@@ -34,12 +35,7 @@ def read(database: Database, run_id: int, exact: bool) -> dict[str, Any]:
         kept = kept_totals(connection, run_id)
         counted = recounted(connection, run_id) if exact else None
         requests = _requests(connection, run_id)
-        resumed = connection.execute(
-            sa.select(
-                sa.func.coalesce(sa.func.sum(request.c.resumed_tokens), 0),
-                sa.func.count().filter(request.c.resumed_tokens > 0),
-            ).where(request.c.run_id == run_id)
-        ).one()
+        engines = _engines(connection, run_id, requests)
     by_fate: Counter[str] = Counter({fate.value: 0 for fate in Fate})
     reasons: Counter[str] = Counter()
     for (fate, reason, _), amount in kept.items():
@@ -50,9 +46,10 @@ def read(database: Database, run_id: int, exact: bool) -> dict[str, Any]:
         "generated": sum(kept.values()),
         "by_fate": dict(by_fate),
         "dropped_by_reason": dict(reasons),
-        "kept_by_resuming": int(resumed[0]),
-        "resumes": int(resumed[1]),
+        "kept_by_resuming": requests.pop("kept_by_resuming"),
+        "resumes": requests.pop("resumes"),
         "requests": requests,
+        "engines": engines,
         "closed": None,
     }
     if counted is not None:
@@ -67,38 +64,81 @@ def read(database: Database, run_id: int, exact: bool) -> dict[str, Any]:
 
 
 def _requests(connection: sa.Connection, run_id: int) -> dict[str, Any]:
-    """Tokens of engine calls: what engines say they generated, what was stored, what was lost and why."""
-    of_run = request.c.run_id == run_id
-    known = of_run & request.c.generated_tokens.is_not(None)
+    """Tokens of engine calls: what engines say they generated, what was stored, what was lost and why, and what
+    resumes kept. Two passes over the requests of the run; one that groups them all by reason would have to sort."""
+    r = request.c
+    known, ended = r.generated_tokens.is_not(None), r.finished_at.is_not(None)
+
+    def total(column: Any, *where: Any) -> Any:
+        summed = sa.func.sum(column)
+        return sa.func.coalesce(summed.filter(*where) if where else summed, 0)
+
     row = connection.execute(
         sa.select(
-            sa.func.count(),
-            sa.func.coalesce(sa.func.sum(request.c.generated_tokens), 0),
-            sa.func.coalesce(sa.func.sum(request.c.stored_tokens), 0),
-            sa.func.coalesce(sa.func.sum(request.c.prompt_tokens), 0),
-            sa.func.coalesce(sa.func.sum(request.c.cached_tokens), 0),
-        ).where(known)
+            sa.func.count().filter(known).label("finished"),
+            total(r.generated_tokens, known).label("generated"),
+            total(r.stored_tokens, known).label("stored"),
+            total(r.prompt_tokens, known).label("prompt_tokens"),
+            total(r.cached_tokens, known).label("cached_tokens"),
+            sa.func.count().filter(ended, ~known).label("worker_died_before_it_knew"),
+            sa.func.count().filter(~ended).label("in_flight"),
+            total(r.resumed_tokens).label("kept_by_resuming"),
+            sa.func.count().filter(r.resumed_tokens > 0).label("resumes"),
+            sa.func.max(r.finished_at).label("last_finished_at"),
+        ).where(r.run_id == run_id)
     ).one()
-    lost = {
-        r[0] or "": int(r[1])
-        for r in connection.execute(
-            sa.select(request.c.lost_reason, sa.func.sum(request.c.lost_tokens))
-            .where(known, request.c.lost_tokens != 0)
-            .group_by(request.c.lost_reason)
-        )
-    }
-    unknown = connection.execute(
-        sa.select(sa.func.count()).where(
-            of_run, request.c.generated_tokens.is_(None), request.c.finished_at.is_not(None)
-        )
-    ).scalar_one()
+    by_reason = sa.select(r.lost_reason, sa.func.sum(r.lost_tokens)).where(
+        r.run_id == run_id, known, r.lost_tokens != 0
+    )
+    lost = {reason or "": int(n) for reason, n in connection.execute(by_reason.group_by(r.lost_reason))}
+    last = row._mapping["last_finished_at"]
     return {
-        "finished": int(row[0]),
-        "generated": int(row[1]),
-        "stored": int(row[2]),
-        "prompt_tokens": int(row[3]),
-        "cached_tokens": int(row[4]),
-        "lost_by_reason": {k: v for k, v in lost.items() if k},
+        **{name: int(n) for name, n in row._mapping.items() if name != "last_finished_at"},
+        "lost_by_reason": {reason: n for reason, n in lost.items() if reason},
         "unexplained_tokens": lost.get("", 0),
-        "worker_died_before_it_knew": int(unknown),
+        "last_finished_at": last,
     }
+
+
+def _engines(connection: sa.Connection, run_id: int, requests: dict[str, Any]) -> dict[str, Any]:
+    """Tokens by the engines' own counters, since the run knows each, beside those of the run's requests.
+
+    unaccounted   what engines generated and no request of the run was told of: answers that a router threw away and
+                  asked for again, requests of others. Below 0 where counters lag behind. None: no engine has told
+    inexact       why `unaccounted` may be off; empty: it is exact
+    """
+    rows = connection.execute(
+        sa.select(engine.c.url, engine.c.counter_at, engine.c.generated_tokens)
+        .where(engine.c.run_id == run_id)
+        .order_by(engine.c.id)
+    ).fetchall()
+    told = [row for row in rows if row.counter_at is not None]
+    generated = sum(int(row.generated_tokens) for row in told) if told else None
+    return {
+        "engines": len(rows),
+        "counted": len(told),
+        "generated": generated,
+        "requests_generated": requests["generated"],
+        "stored": requests["stored"],
+        "lost_by_reason": requests["lost_by_reason"],
+        "unaccounted": None if generated is None else generated - requests["generated"],
+        "inexact": list(_inexact(rows, requests)),
+    }
+
+
+def _inexact(rows: Sequence[Any], requests: dict[str, Any]) -> Iterator[str]:
+    if not rows:
+        yield "no engine is known"
+    if requests["in_flight"]:
+        yield f"{requests['in_flight']} requests are in flight"
+    if unknown := requests["worker_died_before_it_knew"]:
+        yield f"of {unknown} requests nobody knows how much was generated"
+    if silent := [row.url for row in rows if row.counter_at is None]:
+        yield f"no counter is told by {_some(silent)}"
+    last = requests["last_finished_at"]
+    if late := [row.url for row in rows if row.counter_at is not None and last is not None and row.counter_at < last]:
+        yield f"not read since the last request ended: {_some(late)}"
+
+
+def _some(urls: list[str]) -> str:
+    return ", ".join(urls[:3]) + (f" and {len(urls) - 3} more" if len(urls) > 3 else "")

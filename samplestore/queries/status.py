@@ -8,12 +8,15 @@ import sqlalchemy as sa
 
 from samplestore.clock import db_now
 from samplestore.engine import Database
-from samplestore.models import BatchRow, EngineRow, Event, Request, Run, Sample, SampleGroup, Worker
+from samplestore.models import BatchRow, DatasetRow, EngineRow, Event, Request, Run, Sample, SampleGroup, Worker
+from samplestore.queries import arrays, stages
+from samplestore.queries.starving import starving
 from samplestore.statements import staleness
 from samplestore.states import BatchState, GroupState, SampleStatus
+from samplestore.types import RunSettings
 
-run, group, sample, worker, engine, batch, event, request = (
-    t.__table__ for t in (Run, SampleGroup, Sample, Worker, EngineRow, BatchRow, Event, Request)
+run, group, sample, worker, engine, batch, event, request, dataset = (
+    t.__table__ for t in (Run, SampleGroup, Sample, Worker, EngineRow, BatchRow, Event, Request, DatasetRow)
 )
 
 
@@ -27,18 +30,30 @@ def status(database: Database, run_id: int) -> dict[str, Any]:
             "state": row.state,
             "as_of": float(connection.execute(sa.select(db_now())).scalar_one()),
             "current_version": row.current_version,
+            "mode": RunSettings.parse(row.settings).mode,
+            "step_over": row.step_over == row.current_version,
             "timeline": row.timeline,
             "epoch": row.epoch,
             "prompts": row.n_prompts,
-            "groups": _counts(connection, group.c.state, group.c.run_id == run_id, [s.value for s in GroupState]),
+            "datasets": _datasets(connection, run_id),
+            "groups": _counts(
+                connection,
+                group.c.state,
+                (group.c.run_id == run_id) & group.c.evaluation_id.is_(None),
+                [s.value for s in GroupState],
+            ),
             "samples": _counts(connection, sample.c.status, sample.c.run_id == run_id, [s.value for s in SampleStatus]),
+            "dropped": drop_reasons(connection, run_id),
             "in_flight": _scalar(connection, sample.c.run_id == run_id, sample.c.owner.is_not(None)),
             "resumed_samples": _scalar(connection, sample.c.run_id == run_id, sample.c.n_resumes > 0),
             "staleness": staleness_histogram(connection, run_id, GroupState.READY),
+            "starving": starving(connection, run_id, RunSettings.parse(row.settings)),
             "aborts": abort_reasons(connection, run_id),
             "workers": _workers(connection, run_id),
             "engines": _engines(connection, run_id),
             "batches": _batches(connection, run_id),
+            "stages": stages.pending(connection, run_id),
+            "arrays": arrays.sizes(connection, run_id),
         }
 
 
@@ -55,7 +70,7 @@ def _counts(connection: sa.Connection, column: Any, where: Any, names: list[str]
 
 def staleness_histogram(connection: sa.Connection, run_id: int, state: GroupState) -> dict[str, int]:
     """Groups of a state by staleness now ("unknown" where a version is not known)."""
-    lag = staleness.behind(run_id, group.c.oldest_version).label("lag")
+    lag = staleness.group_lag(run_id).label("lag")
     rows = connection.execute(
         sa.select(lag, sa.func.count())
         .where(group.c.run_id == run_id, group.c.state == state.value)
@@ -63,6 +78,18 @@ def staleness_histogram(connection: sa.Connection, run_id: int, state: GroupStat
         .order_by(lag)
     )
     return {"unknown" if r[0] is None else str(int(r[0])): int(r[1]) for r in rows}
+
+
+def drop_reasons(connection: sa.Connection, run_id: int) -> dict[str, int]:
+    """How many groups were dropped, by reason: filters, failed samples, operators."""
+    rows = connection.execute(
+        sa.select(group.c.reason, sa.func.count())
+        .where(group.c.run_id == run_id, group.c.state == GroupState.DROPPED.value, group.c.evaluation_id.is_(None))
+        .group_by(group.c.reason)
+        .order_by(sa.func.count().desc(), group.c.reason)
+        .limit(20)
+    )
+    return {str(r[0])[:200]: int(r[1]) for r in rows}
 
 
 def abort_reasons(connection: sa.Connection, run_id: int) -> dict[str, int]:
@@ -77,6 +104,18 @@ def abort_reasons(connection: sa.Connection, run_id: int) -> dict[str, int]:
         .limit(20)
     )
     return {r[0][:200]: int(r[1]) for r in rows}
+
+
+def _datasets(connection: sa.Connection, run_id: int) -> list[dict[str, Any]]:
+    """Data sets: what they are for, prompts, groups admitted from them, and the pass of those with their own order."""
+    columns = (dataset.c.name, dataset.c.purpose, dataset.c.n_prompts.label("prompts"))
+    rows = connection.execute(
+        sa.select(*columns, dataset.c.n_served.label("served"), dataset.c.epoch)
+        .where(dataset.c.run_id == run_id)
+        .order_by(dataset.c.name)
+        .limit(200)
+    )
+    return [dict(r._mapping) for r in rows]
 
 
 def _workers(connection: sa.Connection, run_id: int) -> list[dict[str, Any]]:
@@ -95,11 +134,15 @@ def _workers(connection: sa.Connection, run_id: int) -> list[dict[str, Any]]:
 
 
 def _engines(connection: sa.Connection, run_id: int) -> list[dict[str, Any]]:
+    counted = sa.case((engine.c.counter_at.is_not(None), engine.c.generated_tokens)).label("generated_tokens")
     rows = connection.execute(
-        sa.select(engine.c.url, engine.c.state, engine.c.version, engine.c.label, engine.c.error)
+        sa.select(
+            engine.c.url, engine.c.state, engine.c.version, engine.c.label, engine.c.error, engine.c.release,
+            engine.c.running, engine.c.queued, counted,
+        )
         .where(engine.c.run_id == run_id, engine.c.state != "gone")
         .order_by(engine.c.url)
-    )
+    )  # fmt: skip
     return [dict(r._mapping) for r in rows]
 
 

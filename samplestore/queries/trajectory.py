@@ -27,7 +27,7 @@ MAX_EVENTS = 200
 MAX_WINDOW = 20_000  # tokens
 CONTEXT = 8  # tokens on either side that a decoder needs: a character has up to four
 OF_SAMPLE = ("abort", "release", "reap", "fail", "resume", "requeue")
-OF_GROUP = ("dropped", "stale", "superseded", "straggler")
+OF_GROUP = ("dropped", "stale", "superseded", "straggler", "regenerate")
 OF_RUN = ("publish", "abort_inflight", "rewind")
 
 
@@ -76,7 +76,10 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A sample as it was in one snapshot. `sample` and `group` are plain columns of their rows."""
+    """A sample as it was in one snapshot. `sample` and `group` are plain columns of their rows.
+
+    pruned   its response was pruned: spans and counters are there, of the tokens only those of the prompt
+    """
 
     sample: dict[str, Any]
     group: dict[str, Any]
@@ -89,6 +92,7 @@ class Trajectory:
     events_cut: bool
     tokens: Tokens
     as_of: float
+    pruned: bool = False
 
     @property
     def n_tokens(self) -> int:
@@ -121,10 +125,11 @@ def read(
         found = connection.execute(_SEGMENTS, {"id": head["id"], "life": life, "most": MAX_SEGMENTS + 1}).fetchall()
         n_prompt = head["prompt_tokens"]
         n_response = sum(r.n_tokens for r in found[:MAX_SEGMENTS])
-        total = n_prompt + n_response
+        pruned = any(bytes(r.format) == codec.PRUNED_PAYLOAD for r in found)  # of a life all are, or none is
+        total = n_prompt if pruned else n_prompt + n_response
         at = n_prompt if start is None else start
         first = max(0, min(at, total - 1)) // size * size
-        tokens = _tokens(connection, head, life, n_prompt, first, min(first + size, total))
+        tokens = _tokens(connection, head, life, n_prompt, first, min(first + size, total), prompt_only=pruned)
         events = _events(connection, run_id, head)
         lag = connection.execute(sa.select(staleness.behind(run_id, sa.literal(head["oldest_version"], sa.BigInteger))))
         head["staleness"] = lag.scalar_one() if not head["version_unknown"] else None
@@ -132,7 +137,7 @@ def read(
     of_group = {name: head.pop(f"group_{name}") for name in _GROUP_COLUMNS}
     return Trajectory(
         head, of_group, life, n_prompt, n_response, merge(found[:MAX_SEGMENTS], n_prompt), len(found) > MAX_SEGMENTS,
-        events[:MAX_EVENTS], len(events) > MAX_EVENTS, tokens, as_of,
+        events[:MAX_EVENTS], len(events) > MAX_EVENTS, tokens, as_of, pruned,
     )  # fmt: skip
 
 
@@ -200,8 +205,11 @@ def _slice(blob: Any, skip: sa.ColumnElement[int] | int, n: sa.ColumnElement[int
     return sa.func.substr(blob, at + 1, size, type_=sa.LargeBinary)
 
 
-def _tokens(connection: sa.Connection, head: dict[str, Any], life: int, n_prompt: int, start: int, stop: int) -> Tokens:
-    low, high = max(0, start - CONTEXT), stop + CONTEXT
+def _tokens(
+    connection: sa.Connection, head: dict[str, Any], life: int, n_prompt: int, start: int, stop: int, *,
+    prompt_only: bool,
+) -> Tokens:  # fmt: skip
+    low, high = max(0, start - CONTEXT), stop if prompt_only else stop + CONTEXT
     parts: list[tuple[Ids, Floats]] = []
     if low < n_prompt:
         n = min(high, n_prompt) - low

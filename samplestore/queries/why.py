@@ -6,33 +6,86 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from samplestore import filters
 from samplestore.clock import db_now
 from samplestore.engine import Database
-from samplestore.models import EngineRow, Run, Sample, SampleGroup, Stage, Worker
-from samplestore.order import Cursor
+from samplestore.errors import InvalidSetting
+from samplestore.models import EngineRow, Run, Sample, SampleGroup, Worker
+from samplestore.queries import serving, stages
+from samplestore.queries.starving import AGAIN, regenerated
 from samplestore.statements import staleness
-from samplestore.states import CLAIMABLE, IN_WINDOW, GroupState, RunState, StageStatus, WorkerKind, WorkerState
-from samplestore.types import RunSettings, Why
+from samplestore.states import (
+    CLAIMABLE,
+    UNFINISHED_GROUP,
+    GroupState,
+    RolloutMode,
+    RunState,
+    StalePolicy,
+    WorkerKind,
+    WorkerState,
+)
+from samplestore.types import RunSettings, Why, choice
 
-run, group, sample, stage, worker, engine = (t.__table__ for t in (Run, SampleGroup, Sample, Stage, Worker, EngineRow))
+run, group, sample, worker, engine = (t.__table__ for t in (Run, SampleGroup, Sample, Worker, EngineRow))
 
 
 def why(
-    database: Database, run_id: int, settings: RunSettings, groups: int | None = None, max_staleness: int | None = None
+    database: Database,
+    run_id: int,
+    settings: RunSettings,
+    groups: int | None = None,
+    max_staleness: int | None = None,
+    staleness_mode: str | None = None,
+    stale: str | None = None,
 ) -> Why:
+    """Of a batch with these options; the run's settings where left out."""
     needed = settings.groups_per_step if groups is None else groups
     window = settings.max_staleness if max_staleness is None else max_staleness
-    with database.reading() as connection:
-        facts = _facts(connection, run_id, window)
+    policy = choice("stale", stale or settings.stale, StalePolicy)
+    mode = staleness_mode or settings.staleness_mode
+    facts = database.read(lambda c: _facts(c, run_id, settings) | _ready(c, run_id, settings, window, mode, policy))
     return Why(needed, facts["inside"], list(_reasons(facts, settings, needed, window)))
 
 
-def _facts(connection: sa.Connection, run_id: int, window: int) -> dict[str, Any]:
+def unfinished(database: Database, run_id: int, settings: RunSettings) -> list[tuple[str, str]]:
+    """What an evaluation may wait for, as the reasons of a Why: the run, workers, engines, the work itself. Ready
+    groups and the window say nothing about it."""
+    facts = database.read(lambda c: _facts(c, run_id, settings))
+    return [*_of_run(facts), *_of_service(facts), *_of_work(facts, settings)]
+
+
+def _ready(
+    connection: sa.Connection, run_id: int, settings: RunSettings, window: int, mode: str, policy: StalePolicy
+) -> dict[str, Any]:
+    """Ready groups: those that the batch would take, those it would not, and those of the latter that nevertheless
+    fill the window (verbs/stale.py: occupied), so that nothing is admitted in their place."""
+
+    source, lag, ready = staleness.ready_groups(run_id, mode)
+    run_source, run_lag, _ = staleness.ready_groups(run_id, settings.staleness_mode)
+
+    def count(among: Any, *where: Any) -> int:
+        query = sa.select(sa.func.count()).select_from(among).where(ready, *where)
+        return int(connection.execute(query).scalar_one())
+
+    masked = policy is StalePolicy.MASK
+    inside = count(source, lag.is_not(None) if masked else lag <= window)
+    counted = count(
+        run_source, run_lag <= settings.max_staleness if settings.stale == StalePolicy.SKIP else run_lag.is_not(None)
+    )
+    stays = policy in (StalePolicy.SKIP, StalePolicy.MASK)
+    return {
+        "inside": inside,
+        "outside": 0 if masked else count(source, lag > window),
+        "unknown": count(source, lag.is_(None)),
+        "counted": counted,
+        "held": max(0, counted - inside) if stays else 0,
+    }
+
+
+def _facts(connection: sa.Connection, run_id: int, settings: RunSettings) -> dict[str, Any]:
     def count(*where: Any) -> int:
         return int(connection.execute(sa.select(sa.func.count()).where(*where)).scalar_one())
 
-    ready = sa.and_(group.c.run_id == run_id, group.c.state == GroupState.READY.value)
-    lag = staleness.behind(run_id, group.c.oldest_version)
     unfinished = sa.and_(
         sample.c.run_id == run_id, sample.c.status.in_([s.value for s in CLAIMABLE]), sample.c.closed == 0
     )
@@ -44,69 +97,201 @@ def _facts(connection: sa.Connection, run_id: int, window: int) -> dict[str, Any
         .order_by(worker.c.id.desc())
         .limit(1)
     ).one_or_none()
+    broken = connection.execute(
+        sa.select(engine.c.url, engine.c.error)
+        .where(engine.c.run_id == run_id, engine.c.state == "failed")
+        .order_by(engine.c.updated_at.desc())
+        .limit(1)
+    ).one_or_none()
+    stale = sa.and_(group.c.run_id == run_id, group.c.state == GroupState.STALE.value)
+    served, fails = False, None
+    try:
+        served = serving.exhausted(connection, row, settings)
+    except InvalidSetting as broke:  # whoever asks what is wrong is told this too, and the rest
+        fails = broke.allowed
     return {
         "run": row,
-        "inside": count(ready, lag <= window),
-        "outside": count(ready, lag > window),
-        "unknown": count(ready, lag.is_(None)),
-        "live_groups": count(group.c.run_id == run_id, group.c.state.in_([s.value for s in IN_WINDOW])),
+        "unfinished": count(
+            group.c.run_id == run_id,
+            group.c.state.in_([s.value for s in UNFINISHED_GROUP]),
+            group.c.evaluation_id.is_(None),
+        ),
+        "evaluating": count(
+            group.c.run_id == run_id,
+            group.c.state.in_([s.value for s in UNFINISHED_GROUP]),
+            group.c.evaluation_id.is_not(None),
+        ),
+        "again": regenerated(connection, run_id),
+        "expired": count(stale, group.c.reason != staleness.UNKNOWN),
+        "closed_unknown": count(stale, group.c.reason == staleness.UNKNOWN),
         "leased": count(group.c.run_id == run_id, group.c.state == GroupState.LEASED.value),
         "owned": count(unfinished, sample.c.owner.is_not(None)),
+        "owned_groups": int(
+            connection.execute(
+                sa.select(sa.func.count(sa.distinct(sample.c.group_id))).where(unfinished, sample.c.owner.is_not(None))
+            ).scalar_one()
+        ),
         "waiting": count(unfinished, sample.c.owner.is_(None), sample.c.not_before <= db_now()),
         "backing_off": count(unfinished, sample.c.owner.is_(None), sample.c.not_before > db_now()),
-        "unscored": count(stage.c.run_id == run_id, stage.c.status == StageStatus.PENDING.value),
+        "served": served and bool(row.n_groups),
+        "curriculum_fails": fails,
+        "stages": stages.pending(connection, run_id),
+        "serves": stages.served(connection, run_id),
         "rollout_workers": count(live, worker.c.kind == WorkerKind.ROLLOUT.value),
         "silent": count(live, worker.c.heartbeat < db_now() - worker.c.ttl_s),
         "engines": count(engine.c.run_id == run_id, engine.c.state != "gone"),
         "failed_engines": count(engine.c.run_id == run_id, engine.c.state == "failed"),
-        "dropped": count(group.c.run_id == run_id, group.c.state == GroupState.DROPPED.value),
+        "strange_engines": count(
+            engine.c.run_id == run_id, engine.c.state == "live", engine.c.version.is_(None), engine.c.label.is_not(None)
+        ),
+        "dropped": count(
+            group.c.run_id == run_id, group.c.state == GroupState.DROPPED.value, group.c.evaluation_id.is_(None)
+        ),
         "worker_error": error,
+        "engine_error": broken,
     }
+
+
+def _unscored(waiting: dict[str, int], serves: set[str]) -> str:
+    told = ", ".join(f"{name} {n}" for name, n in waiting.items())
+    nobody = [name for name in waiting if name not in serves]
+    cure = f"; nobody serves {', '.join(nobody)} (samplestore reward --reward {nobody[0]}=...)" if nobody else ""
+    return f"{sum(waiting.values())} stages (rewards) are not done: {told}{cure}"
+
+
+def _of_run(f: dict[str, Any]) -> Any:
+    if f["failed_engines"] and f["failed_engines"] == f["engines"]:  # nothing else will help
+        yield "failed_engines", _failed_engines(f)
+    if f["run"].state != RunState.RUNNING:
+        yield "run_not_running", f"the run is {f['run'].state} (samplestore resume)"
+
+
+def _of_service(f: dict[str, Any]) -> Any:
+    if f["rollout_workers"] == 0 and (f["run"].n_prompts or f["evaluating"]):  # imports need none
+        yield "no_workers", "no rollout worker is connected (samplestore worker)"
+    if f["silent"]:
+        yield "silent_workers", f"{f['silent']} workers have stopped sending heartbeats"
+    if f["worker_error"] is not None:
+        yield "worker_error", f"worker {f['worker_error'].name} failed: {f['worker_error'].error}"
+    if 0 < f["failed_engines"] < f["engines"]:
+        yield "failed_engines", _failed_engines(f)
+    if f["strange_engines"]:
+        yield (
+            "strange_engines",
+            f"{f['strange_engines']} of {f['engines']} engines serve weights that this run has not published "
+            "(samplestore engines update --path MODEL --label default)",
+        )
+
+
+def _of_work(f: dict[str, Any], settings: RunSettings) -> Any:
+    unscored = {name: n for name, n in f["stages"].items() if name != filters.STAGE}
+    if unscored:
+        yield "unscored", _unscored(unscored, f["serves"])
+    if unfiltered := f["stages"].get(filters.STAGE):
+        custom = filters.CUSTOM in (*settings.group_filters, *settings.sample_filters)
+        how = " (the run has its own: samplestore worker --group-filter, --sample-filter)" if custom else ""
+        yield "unfiltered", f"{unfiltered} groups wait for their filter{how}"
+    if f["owned"]:
+        yield "in_flight", f"{f['owned']} samples are in flight"
+    if f["waiting"] and (limit := _reached(f, settings)):
+        yield "in_flight_limit", f"what is in flight is all that the run allows: {limit}"
+    if f["waiting"]:
+        yield "waiting", f"{f['waiting']} samples wait for a worker"
+    if f["backing_off"]:
+        yield "backing_off", f"{f['backing_off']} samples wait before they are tried again"
 
 
 def _reasons(f: dict[str, Any], settings: RunSettings, needed: int, window: int) -> Any:
     row = f["run"]
     if f["inside"] >= needed:
         return
-    if row.state != RunState.RUNNING:
-        yield "run_not_running", f"the run is {row.state} (samplestore resume)"
-    if row.n_prompts == 0:
+    yield from _of_run(f)
+    step_over = settings.mode != RolloutMode.ASYNC and row.step_over == row.current_version
+    if step_over:
+        yield (
+            "step_over",
+            f"the step of weights version {row.current_version} has its {settings.groups_per_step} groups (mode "
+            f"{settings.mode}): the next begins when weights are published (run.publish_weights)",
+        )
+    if row.n_prompts == 0 and not f["unfinished"]:  # else they were imported
         yield "no_prompts", "the run has no prompts (samplestore add-prompts FILE)"
         return
-    if f["rollout_workers"] == 0:
-        yield "no_workers", "no rollout worker is connected (samplestore worker)"
-    if f["silent"]:
-        yield "silent_workers", f"{f['silent']} workers have stopped sending heartbeats"
-    if f["worker_error"] is not None:
-        yield "worker_error", f"worker {f['worker_error'].name} failed: {f['worker_error'].error}"
-    if f["failed_engines"]:
-        yield "failed_engines", f"{f['failed_engines']} of {f['engines']} engines failed their last update"
+    yield from _of_service(f)
     if f["outside"]:
         yield "too_stale", f"{f['outside']} ready groups are more than {window} versions behind"
-    if f["unknown"]:
-        yield "unknown_version", f"{f['unknown']} ready groups have tokens of an unknown weight version"
-    if f["unscored"]:
-        yield "unscored", f"{f['unscored']} stages (rewards) are not done"
-    if f["owned"]:
-        yield "in_flight", f"{f['owned']} samples are in flight"
-    if f["waiting"]:
-        yield "waiting", f"{f['waiting']} samples wait for a worker"
-    if f["backing_off"]:
-        yield "backing_off", f"{f['backing_off']} samples wait before they are tried again"
+    if (
+        f["held"]
+        and f["unfinished"] + f["counted"] >= settings.window_groups
+        and f["inside"] + f["unfinished"] < needed
+    ):
+        yield (
+            "window_held",
+            f"{f['held']} ready groups that this batch passes over fill the run's window of {settings.window_groups}: "
+            f"nothing is admitted in their place. Ask with max_staleness={settings.max_staleness}, or "
+            "stale='expire' or 'regenerate'",
+        )
+    if f["unknown"] or f["closed_unknown"]:
+        yield (
+            "unknown_version",
+            f"{f['unknown'] + f['closed_unknown']} groups have tokens of an unknown weight version: they are never "
+            "delivered (samplestore engines list)",
+        )
+    if f["again"][0]:
+        yield (
+            "regenerated",
+            f"{f['again'][0]} groups in the window were started afresh {AGAIN} times or more (at most "
+            f"{f['again'][1]}): what takes that long may never arrive. A larger max_staleness or stale='mask' lets "
+            "it through",
+        )
+    yield from _of_work(f, settings)
+    if f["evaluating"]:
+        yield "evaluating", f"{f['evaluating']} groups of evaluations are under way (samplestore eval --list)"
     if f["leased"]:
         yield "leased", f"{f['leased']} groups are held by a trainer's batch"
-    cursor = Cursor(row.epoch, row.chunk_start, row.chunk_stop, row.chunk_next)
-    if cursor.exhausted(row.n_prompts, settings.epochs) and row.n_groups:
-        yield "prompts_used_up", f"all {settings.epochs} epochs of {row.n_prompts} prompts are served"
+    if f["curriculum_fails"] is not None:
+        yield "curriculum_fails", f"the run's curriculum must be {f['curriculum_fails']}; no prompt is served"
+    elif f["served"]:
+        yield "prompts_used_up", _used_up(row, settings)
     elif needed > settings.window_groups:
         yield (
             "window_too_small",
             (
                 f"{needed} groups are asked for, but the window admits {settings.window_groups} "
-                "((max_staleness + 1) x groups_per_step)"
+                f"({'(max_staleness + 1) x groups_per_step' if settings.mode == RolloutMode.ASYNC else 'one step'})"
             ),
         )
-    elif f["live_groups"] == 0:
-        yield "nothing_admitted", "no groups are admitted yet; workers and waiting trainers do that"
+    elif f["unfinished"] == 0 and not step_over and (room := settings.window_groups - f["counted"]) > 0:
+        yield (
+            "nothing_admitted",
+            f"no group is under way and {room} more may be; workers and waiting trainers admit them",
+        )
     if f["dropped"]:
         yield "dropped", f"{f['dropped']} groups were dropped so far"
+    if f["expired"]:
+        yield "expired", f"{f['expired']} groups fell out of the window so far, before a batch took them"
+
+
+def _used_up(row: Any, settings: RunSettings) -> str:
+    if settings.curriculum is not None:
+        return "the run's curriculum gives no prompt to serve next"
+    if settings.datasets:
+        return f"all epochs of the data sets {', '.join(settings.datasets)} are served"
+    return f"all {settings.epochs} epochs of {row.n_prompts} prompts are served"
+
+
+def _reached(f: dict[str, Any], settings: RunSettings) -> str:
+    """The run's limits on what is in flight that hold claims back (verbs/flow.py)."""
+    engines = max(1, f["engines"] - f["failed_engines"])
+    told = []
+    for name, held, times in (
+        ("max_inflight_samples", f["owned"], 1), ("max_inflight_groups", f["owned_groups"], 1),
+        ("max_samples_per_engine", f["owned"], engines), ("max_groups_per_engine", f["owned_groups"], engines),
+    ):  # fmt: skip
+        if (limit := getattr(settings, name)) is not None and held >= limit * times:
+            told.append(f"{name}={limit}")
+    return ", ".join(told)
+
+
+def _failed_engines(f: dict[str, Any]) -> str:
+    last = f["engine_error"]
+    return f"{f['failed_engines']} of {f['engines']} engines failed; the last, {last.url}: {str(last.error)[:300]}"

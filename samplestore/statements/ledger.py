@@ -9,6 +9,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from samplestore import codec
 from samplestore.models import LedgerTotal, Sample, SampleGroup, Segment
+from samplestore.statements.lists import among
+from samplestore.statements.prepared import Prepared
 from samplestore.states import FINISHED, GROUP_FATE, Fate, GroupState, SampleStatus, SegmentKind
 from samplestore.types import UNKNOWN_VERSION
 
@@ -22,7 +24,7 @@ def fate_case() -> sa.ColumnElement[str]:
         (superseded, Fate.SUPERSEDED.value),
         (sample.c.status == SampleStatus.FAILED.value, Fate.FAILED.value),
         *[(group.c.state == state.value, fate.value) for state, fate in GROUP_FATE.items()],
-        (sample.c.status.in_([s.value for s in FINISHED]), Fate.AWAITING_STAGE.value),
+        (sa.or_(*(sample.c.status == s.value for s in FINISHED)), Fate.AWAITING_STAGE.value),
         (sample.c.owner.is_not(None), Fate.IN_FLIGHT.value),
         else_=Fate.RESUMABLE.value,
     )
@@ -52,18 +54,32 @@ def _by_key(amount: sa.ColumnElement[Any]) -> Any:
 
 # Tokens of some samples or groups by (fate, reason, version): taken before and after a change, the difference is
 # what the change moves. Grouping by labels keeps the CASE in one place on both databases.
-OF_SAMPLES = _by_key(segment.c.n_tokens).where(sample.c.id.in_(sa.bindparam("ids", expanding=True)))
-OF_GROUPS = _by_key(segment.c.n_tokens).where(group.c.id.in_(sa.bindparam("ids", expanding=True)))
+OF_SAMPLES = Prepared(_by_key(segment.c.n_tokens).where(among(sample.c.id, "ids")))
+OF_GROUPS = Prepared(_by_key(segment.c.n_tokens).where(among(group.c.id, "ids")))
 
 
 def counted_from_payload() -> sa.ColumnElement[int]:
-    """Tokens that the bytes of a payload hold, whatever the row's n_tokens says; 0 if its length can't be right."""
+    """Tokens that the bytes of a payload hold, whatever the row's n_tokens says; 0 if its length can't be right.
+
+    A pruned payload holds none any more, so its row is believed. The kept totals never came from that number alone, so
+    a row that was changed later still differs from them."""
     size = sa.func.length(segment.c.payload) - 1
     first = sa.func.substr(segment.c.payload, 1, 1, type_=sa.LargeBinary)
     with_logprobs = first == sa.literal(bytes([codec.WITH_LOGPROBS]), sa.LargeBinary)
     ids_only = first == sa.literal(bytes([codec.IDS_ONLY]), sa.LargeBinary)
     # `//` is whole division on both databases
-    return sa.case((with_logprobs & (size % 8 == 0), size // 8), (ids_only & (size % 4 == 0), size // 4), else_=0)
+    return sa.case(
+        (with_logprobs & (size % 8 == 0), size // 8),
+        (ids_only & (size % 4 == 0), size // 4),
+        (pruned(), segment.c.n_tokens),
+        else_=0,
+    )
+
+
+def pruned() -> sa.ColumnElement[bool]:
+    """Whether a segment's tokens were pruned. By length first: comparing whole payloads would read them all."""
+    first = sa.func.substr(segment.c.payload, 1, 1, type_=sa.LargeBinary)
+    return (sa.func.length(segment.c.payload) == 1) & (first == sa.literal(codec.PRUNED_PAYLOAD, sa.LargeBinary))
 
 
 def recount(run_id: int) -> Any:
@@ -81,11 +97,14 @@ def kept(run_id: int) -> Any:
     )
 
 
-def upsert(dialect: str) -> Any:
+def _upsert(insert: Any) -> Prepared:
     """Add to a total, or start it. One statement on both databases; the two constructs differ in name only."""
-    insert: Any = postgresql.insert if dialect == "postgresql" else sqlite.insert
     statement = insert(total)
-    return statement.on_conflict_do_update(
+    added = statement.on_conflict_do_update(
         index_elements=["run_id", "worker_id", "fate", "reason", "version"],
         set_={"amount": total.c.amount + statement.excluded.amount},
     )
+    return Prepared(added, ["run_id", "worker_id", "fate", "reason", "version", "amount"])
+
+
+ADD = {"postgresql": _upsert(postgresql.insert), "sqlite": _upsert(sqlite.insert)}

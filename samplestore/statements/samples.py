@@ -8,12 +8,14 @@ import sqlalchemy as sa
 from sqlalchemy import bindparam
 
 from samplestore.clock import db_now
-from samplestore.models import PromptRow, Request, Run, Sample, SampleGroup, Segment, Stage, WeightVersionRow
+from samplestore.models import PromptRow, Run, Sample, SampleGroup, Segment, Stage
 from samplestore.statements import staleness
-from samplestore.states import CLAIMABLE, FINISHED, RunState, SampleStatus, StageStatus
+from samplestore.statements.lists import among
+from samplestore.statements.prepared import Over, Prepared, given
+from samplestore.states import CLAIMABLE, FINISHED, GroupState, RunState, SampleStatus, SegmentKind, StageStatus
 
-run, group, sample, segment, stage, prompt, request, version = (
-    t.__table__ for t in (Run, SampleGroup, Sample, Segment, Stage, PromptRow, Request, WeightVersionRow)
+run, group, sample, segment, stage, prompt = (
+    t.__table__ for t in (Run, SampleGroup, Sample, Segment, Stage, PromptRow)
 )
 
 FENCE = (
@@ -44,7 +46,7 @@ def _running() -> sa.ColumnElement[bool]:
     return sa.exists().where(run.c.id == bindparam("b_run"), run.c.state == RunState.RUNNING.value)
 
 
-def _claim() -> Any:
+def _claim(*only: Any) -> Any:
     """Claim in one statement. SKIP LOCKED lets PostgreSQL's claimers pass each other; SQLite drops the clause and is
     safe because the transaction began IMMEDIATE. A CTE, since an inline subquery with LIMIT may be run more than once
     and claim too many. Order: priority, resumable first ('aborted' sorts before 'pending'), then groups in creation
@@ -57,7 +59,10 @@ def _claim() -> Any:
             sample.c.closed == sa.literal_column("0"),
             _is(sample.c.status, *CLAIMABLE),
             sample.c.not_before <= db_now(),
+            sample.c.priority >= bindparam("least", type_=sa.BigInteger),  # without those of evaluations, or with them
+            sample.c.parent_id.is_(None),  # a fork goes with its parent (verbs/fanout.py)
             _running(),
+            *only,
         )
         .order_by(sample.c.priority, sample.c.status, sample.c.group_id, sample.c.index)
         .limit(bindparam("limit"))
@@ -68,11 +73,16 @@ def _claim() -> Any:
         sa.update(sample)
         .where(sample.c.id.in_(sa.select(picked.c.id)))
         .values(owner=bindparam("b_owner"), attempt=sample.c.attempt + 1, claimed_at=db_now(), progress_at=db_now())
-        .returning(sample.c.id)
-    )
+        .returning(
+            sample.c.id, sample.c.group_id, sample.c.index.label("place"), sample.c.priority, sample.c.status,
+            sample.c.attempt, sample.c.incarnation, sample.c.n_segments, sample.c.n_tokens, sample.c.failures,
+            sample.c.finish_reason,
+        )
+    )  # fmt: skip
 
 
-CLAIM = _claim()
+CLAIM = Prepared(_claim())
+CLAIM_OF_GROUPS = Prepared(_claim(among(sample.c.group_id, "ids")))
 
 _PROMPT_COLUMNS = (
     prompt.c.prompt_ids,
@@ -80,14 +90,16 @@ _PROMPT_COLUMNS = (
     prompt.c.label,
     prompt.c.metadata.label("prompt_metadata"),
     group.c.number.label("group_number"),
+    group.c.evaluation_id,
+    prompt.c.images,
 )
 _WITH_PROMPT = sample.join(group, group.c.id == sample.c.group_id).join(prompt, prompt.c.id == group.c.prompt_id)
 
-CLAIMED = (
-    sa.select(sample, *_PROMPT_COLUMNS)
-    .select_from(_WITH_PROMPT)
-    .where(sample.c.id.in_(bindparam("ids", expanding=True)))
-    .order_by(sample.c.priority, sample.c.status, sample.c.group_id, sample.c.index)
+# Siblings share their prompt: it is read and decoded once.
+PROMPTS_OF = Prepared(
+    sa.select(group.c.id, *_PROMPT_COLUMNS)
+    .select_from(group.join(prompt, prompt.c.id == group.c.prompt_id))
+    .where(among(group.c.id, "ids"))
 )
 
 CURRENT_SEGMENTS = (
@@ -100,86 +112,107 @@ CURRENT_SEGMENTS = (
 )
 
 
-def _lowest(column: Any, value: str) -> Any:
-    """The lower of a column and a bound value; NULL counts as not there."""
-    given = bindparam(value, type_=sa.BigInteger)
-    return sa.case((sa.or_(column.is_(None), given < column), given), else_=column)
-
-
-def _stalest() -> Any:
-    """The staler of the stored oldest version and the new one: by freshness, not by number, since after a rewind a
-    lower number can be the fresher one."""
-    given = bindparam("loss_version", type_=sa.BigInteger)
-    new = staleness.freshness_of(bindparam("b_run"), given)
-    old = staleness.freshness_of(bindparam("b_run"), sample.c.oldest_version)
-    return sa.case(
-        (given.is_(None), sample.c.oldest_version),
-        (sample.c.oldest_version.is_(None), given),
-        (sample.c.oldest_version == given, given),
-        (new < old, given),
-        else_=sample.c.oldest_version,
-    )
-
-
-def _known(name: str) -> sa.ColumnElement[bool]:
-    """The run has this weight version, or none is given. Staleness of a number that means nothing would be a guess."""
-    given = bindparam(name, type_=sa.BigInteger)
-    return given.is_(None) | sa.exists().where(version.c.run_id == bindparam("b_run"), version.c.version == given)
-
-
-# n_segments = :seq makes gaps and repeats visible: both change no row, and neither does an unknown version.
-APPEND = (
-    sa.update(sample)
+COUNT_RESUME = Prepared(sa.update(sample).where(FENCE).values(n_resumes=sample.c.n_resumes + 1))
+OWNED = Prepared(sa.select(sample).where(sample.c.id == bindparam("sample_id")).with_for_update(key_share=True))
+TOKENS_OF = Prepared(
+    sa.select(segment.c.version_min, sa.func.sum(segment.c.n_tokens))
+    .select_from(segment.join(sample, (sample.c.id == segment.c.sample_id)))
     .where(
-        FENCE,
-        sample.c.incarnation == bindparam("life"),
-        sample.c.n_segments == bindparam("seq"),
-        _known("low"),
-        _known("high"),
+        among(segment.c.sample_id, "ids"),
+        segment.c.incarnation == sample.c.incarnation,
+        segment.c.kind == SegmentKind.GENERATED.value,
     )
-    .values(
-        n_segments=sample.c.n_segments + 1,
-        n_tokens=sample.c.n_tokens + bindparam("n"),
-        n_loss_tokens=sample.c.n_loss_tokens + bindparam("n_loss"),
-        n_aborts=sample.c.n_aborts + bindparam("aborted"),
-        logprob_sum=sample.c.logprob_sum + bindparam("lp_sum"),
-        version_min=_lowest(sample.c.version_min, "low"),
-        version_max=sa.case(
-            (
-                sa.or_(sample.c.version_max.is_(None), bindparam("high", type_=sa.BigInteger) > sample.c.version_max),
-                bindparam("high", type_=sa.BigInteger),
-            ),
-            else_=sample.c.version_max,
+    .group_by(segment.c.version_min)
+)
+GROUP_OF = sa.select(sample.c.group_id).where(
+    sample.c.id == bindparam("sample_id"), sample.c.run_id == bindparam("b_run")
+)
+COUNTS: dict[str, Any] = dict.fromkeys(("id", "n_open", "n_unscored", "n_failed"), sa.BigInteger)
+
+
+def _count() -> Over:
+    """Change counters of groups, which are locked."""
+    more = given(COUNTS)
+    changed = sa.update(group).where(group.c.id == more.c.id)
+    return Over(
+        more,
+        changed.values({name: group.c[name] + more.c[name] for name in COUNTS if name != "id"}).returning(
+            group.c.id, group.c.state, group.c.n_open, group.c.n_unscored, group.c.n_failed, group.c.n_samples,
+            group.c.straggling_at, group.c.evaluation_id,
         ),
-        oldest_version=_stalest(),
-        version_unknown=sa.case((bindparam("unknown") == 1, 1), else_=sample.c.version_unknown),
-        finish_reason=bindparam("reason"),
-        progress_at=db_now(),
-    )
-    .returning(sample.c.n_tokens)
+    )  # fmt: skip
+
+
+COUNT = _count()
+SUMMARY = Prepared(
+    sa.select(
+        sample.c.n_tokens,
+        sample.c.reward,
+        sample.c.oldest_version,
+        sample.c.version_unknown,
+        staleness.freshness_of(bindparam("b_run"), sample.c.oldest_version).label("freshness"),
+    ).where(sample.c.group_id == bindparam("b_group"), _is(sample.c.status, *FINISHED))
 )
 
-VERSION_EXISTS = sa.select(_known("number"))
-INSERT_SEGMENT = sa.insert(segment).values(created_at=db_now())
-REQUEST_STORED = (
-    sa.update(request)
-    .where(request.c.rid == bindparam("of_rid"), request.c.sample_id == bindparam("of_sample"))
-    .values(stored_tokens=request.c.stored_tokens + bindparam("n"))
-)
-
-FINISH = (
-    sa.update(sample)
-    .where(FENCE, sample.c.status.in_([s.value for s in CLAIMABLE]))
+READY = Prepared(
+    sa.update(group)
+    .where(group.c.id == bindparam("b_group"))
     .values(
-        status=bindparam("new_status"),
-        owner=None,
-        let_go=sample.c.attempt,
-        finish_reason=bindparam("reason"),
-        finished_at=db_now(),
-        finished_by=bindparam("b_owner"),
-        error=None,
+        state=GroupState.READY.value, ready_at=db_now(), n_tokens=bindparam("n_tokens"),
+        oldest_version=bindparam("oldest_version"), reward_mean=bindparam("reward_mean"),
+        reward_std=bindparam("reward_std"),
     )
-)
+)  # fmt: skip
+
+
+ENDS: dict[str, Any] = {
+    "run_id": sa.BigInteger, "group_id": sa.BigInteger, "sample_id": sa.BigInteger, "owner": sa.BigInteger,
+    "attempt": sa.BigInteger, "status": sa.Text, "reason": sa.Text,
+}  # fmt: skip
+
+
+def _finish() -> Over:
+    """The end of samples that have tokens. What is not given comes from their last segment. Their groups are locked, so
+    that nobody else ends them; appends may come, so the rows are taken in the order of their ids."""
+    ends = given(ENDS)
+    held = (
+        sa.select(sample.c.id)
+        .where(sample.c.id.in_(sa.select(ends.c.sample_id)))
+        .order_by(sample.c.id)
+        .with_for_update(key_share=True)
+        .cte("held")
+    )
+    reason = sa.func.coalesce(ends.c.reason, sample.c.finish_reason)
+    return Over(
+        ends,
+        sa.update(sample)
+        .where(
+            sample.c.id == held.c.id,
+            sample.c.id == ends.c.sample_id,
+            sample.c.owner == ends.c.owner,
+            sample.c.attempt == ends.c.attempt,
+            sample.c.group_id == ends.c.group_id,
+            sample.c.run_id == ends.c.run_id,
+            sample.c.n_tokens > 0,
+            _is(sample.c.status, *CLAIMABLE),
+        )
+        .values(
+            status=sa.case(
+                (ends.c.status.is_not(None), ends.c.status),
+                (reason == "length", SampleStatus.TRUNCATED.value),
+                else_=SampleStatus.COMPLETED.value,
+            ),
+            owner=None,
+            let_go=sample.c.attempt,
+            finish_reason=reason,
+            finished_at=db_now(),
+            finished_by=ends.c.owner,
+            error=None,
+        ),
+    )
+
+
+FINISH = _finish()
 
 RELEASE = (
     sa.update(sample)
@@ -207,7 +240,7 @@ FAIL = (
 )
 
 
-def _claim_stages() -> Any:
+def _claim_stages(*of: sa.ColumnElement[bool]) -> Any:
     """The claim of samples, for stages."""
     picked = (
         sa.select(stage.c.id)
@@ -216,6 +249,7 @@ def _claim_stages() -> Any:
             stage.c.owner.is_(None),
             stage.c.status == sa.literal_column(repr(StageStatus.PENDING.value)),
             stage.c.not_before <= db_now(),
+            *of,
         )
         .order_by(stage.c.id)
         .limit(bindparam("limit"))
@@ -231,6 +265,7 @@ def _claim_stages() -> Any:
 
 
 CLAIM_STAGES = _claim_stages()
+CLAIM_NAMED_STAGES = _claim_stages(stage.c.name.in_(bindparam("names", expanding=True)))
 
 CLAIMED_STAGES = (
     sa.select(
@@ -253,5 +288,26 @@ STAGE_FENCE = (
     & (stage.c.status == StageStatus.PENDING.value)
 )
 STAGE_LET_GO: dict[str, Any] = {"owner": None, "attempt": stage.c.attempt + 1}
+
+_GROUP = stage.join(group, group.c.id == stage.c.group_id).join(prompt, prompt.c.id == group.c.prompt_id)
+CLAIMED_GROUP_STAGES = (
+    sa.select(stage.c.id.label("stage_id"), stage, *_PROMPT_COLUMNS)
+    .select_from(_GROUP)
+    .where(stage.c.id.in_(bindparam("ids", expanding=True)), stage.c.sample_id.is_(None))
+    .order_by(stage.c.id)
+)
+MEMBERS = (
+    sa.select(
+        sample.c.id, sample.c.group_id, sample.c.index.label("place"), sample.c.incarnation, sample.c.status,
+        sample.c.reward, sample.c.parent_id, sample.c.parent_upto, prompt.c.prompt_ids,
+    )
+    .select_from(_WITH_PROMPT)
+    .where(
+        sample.c.group_id.in_(bindparam("groups", expanding=True)),
+        _is(sample.c.status, *FINISHED),
+        sample.c.n_tokens > 0,  # without the forks that a later life of their episode has not made again
+    )
+    .order_by(sample.c.group_id, sample.c.index)
+)  # fmt: skip
 
 assert set(FINISHED).isdisjoint(CLAIMABLE)

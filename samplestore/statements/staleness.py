@@ -17,16 +17,21 @@ not known makes the result NULL: unknown stays unknown, and is never 0.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import sqlalchemy as sa
 
-from samplestore.models import Run, Sample, Segment, WeightVersionRow
-from samplestore.states import SampleStatus
+from samplestore.models import Run, Sample, SampleGroup, Segment, WeightVersionRow
+from samplestore.statements.lists import among
+from samplestore.statements.prepared import Prepared
+from samplestore.states import FINISHED, GroupState, SampleStatus, SegmentKind, StalenessMode
+from samplestore.types import choice
 
-MODES = ("oldest", "newest", "mean")
+run, group, sample, segment, version = (t.__table__ for t in (Run, SampleGroup, Sample, Segment, WeightVersionRow))
 
-run, sample, segment, version = Run.__table__, Sample.__table__, Segment.__table__, WeightVersionRow.__table__
+MODES = tuple(StalenessMode)
+UNKNOWN = "unknown weight version"  # reason of a group that no batch can ever take
 
 
 def freshness(v: Any = version) -> Any:
@@ -50,22 +55,29 @@ def current_depth(run_id: Any) -> sa.ScalarSelect[Any]:
     )
 
 
+IMPORTED = group.c.import_key.is_not(None)  # no weights of the run made its tokens: they are behind none
+
+
+def group_lag(run_id: Any) -> sa.ColumnElement[int]:
+    """Staleness of a group by the oldest version in its row; NULL if it is unknown, 0 of an imported one."""
+    return sa.case((IMPORTED, 0), else_=behind(run_id, group.c.oldest_version))
+
+
 def behind(run_id: Any, version_column: Any) -> sa.ColumnElement[int]:
     """Staleness of the version in `version_column`; NULL if it is unknown."""
     return current_depth(run_id) - freshness_of(run_id, version_column)
 
 
 def sample_staleness(run_id: int, mode: str) -> sa.Select[Any]:
-    """Rows (sample_id, group_id, staleness) of a run's samples that have trained tokens, from their segments."""
-    if mode not in MODES:
-        raise ValueError(f"staleness={mode!r} is not one of {MODES}")
+    """Rows (sample_id, group_id, staleness) of a run's samples that have trained tokens, from their segments.
+    Raises InvalidSetting for another mode."""
     v = version.alias()
     lag = current_depth(run_id) - freshness(v)
     value = {
-        "oldest": sa.func.max(lag),
-        "newest": sa.func.min(lag),
-        "mean": sa.cast(sa.func.sum(segment.c.n_tokens * lag), sa.Double) / sa.func.sum(segment.c.n_tokens),
-    }[mode]
+        StalenessMode.OLDEST: sa.func.max(lag),
+        StalenessMode.NEWEST: sa.func.min(lag),
+        StalenessMode.MEAN: sa.cast(sa.func.sum(segment.c.n_tokens * lag), sa.Double) / sa.func.sum(segment.c.n_tokens),
+    }[choice("staleness", mode, StalenessMode)]
     unknown = sa.func.sum(sa.case((v.c.version.is_(None), 1), else_=0))
     return (
         sa.select(
@@ -78,7 +90,12 @@ def sample_staleness(run_id: int, mode: str) -> sa.Select[Any]:
                 segment, (segment.c.sample_id == sample.c.id) & (segment.c.incarnation == sample.c.incarnation)
             ).outerjoin(v, (v.c.run_id == sample.c.run_id) & (v.c.version == segment.c.version_min))
         )
-        .where(sample.c.run_id == run_id, segment.c.loss == 1, sample.c.status != SampleStatus.FAILED)
+        .where(
+            sample.c.run_id == run_id,
+            segment.c.loss == 1,
+            segment.c.kind == SegmentKind.GENERATED.value,  # no weights made the others, whatever their loss
+            sample.c.status != SampleStatus.FAILED,
+        )
         .group_by(sample.c.id, sample.c.group_id)
     )
 
@@ -92,3 +109,79 @@ def group_staleness(run_id: int, mode: str, group_ids: sa.Select[Any] | None = N
     unknown = sa.func.sum(sa.case((per_sample.c.staleness.is_(None), 1), else_=0))
     value = sa.case((unknown > 0, None), else_=sa.func.max(per_sample.c.staleness))
     return sa.select(per_sample.c.group_id, value.label("staleness")).group_by(per_sample.c.group_id).subquery()
+
+
+def ready_groups(run_id: int, mode: str) -> tuple[Any, Any, sa.ColumnElement[bool]]:
+    """(what to select from, staleness, condition) of a run's ready groups; staleness is NULL where it is unknown.
+
+    Of a ready group the oldest version stands in its row; `newest` and `mean` are measured from the segments.
+    """
+    ready = (group.c.run_id == run_id) & (group.c.state == GroupState.READY.value)
+    if choice("staleness", mode, StalenessMode) is StalenessMode.OLDEST:
+        return group, group_lag(run_id), ready
+    measured = group_staleness(run_id, mode, sa.select(group.c.id).where(ready))
+    lag = sa.case((IMPORTED, 0), else_=measured.c.staleness)
+    return group.outerjoin(measured, measured.c.group_id == group.c.id), lag, ready
+
+
+def beyond(run_id: int, mode: str, window: int, of_groups: sa.ColumnElement[bool]) -> sa.Select[Any]:
+    """Ids of groups (those that `of_groups` names) with a sample beyond the window, for good: staleness only grows.
+
+    By `oldest` that is certain in the middle of a sample too; by `newest` and `mean` the tokens to come may make it
+    fresher, so that only finished samples are judged.
+    """
+    chosen = sa.select(group.c.id).where(group.c.run_id == run_id, of_groups)
+    if choice("staleness", mode, StalenessMode) is StalenessMode.OLDEST:
+        return (
+            sa.select(sample.c.group_id)
+            .where(
+                sample.c.group_id.in_(chosen),
+                sample.c.status != SampleStatus.FAILED.value,
+                behind(run_id, sample.c.oldest_version) > window,
+            )
+            .distinct()
+        )
+    done = sample.c.status.in_([s.value for s in FINISHED])
+    measured = sample_staleness(run_id, mode).where(sample.c.group_id.in_(chosen), done).subquery()
+    return sa.select(measured.c.group_id).where(measured.c.staleness > window).distinct()
+
+
+def _freshness(*where: Any) -> Any:
+    """Rows (sample_id, version_min, freshness) of the trained tokens of groups `ids`, each version once."""
+    return (
+        sa.select(segment.c.sample_id, segment.c.version_min, freshness(version).label("freshness"))
+        .select_from(
+            segment.join(
+                sample, (sample.c.id == segment.c.sample_id) & (sample.c.incarnation == segment.c.incarnation)
+            ).join(version, (version.c.run_id == sample.c.run_id) & (version.c.version == segment.c.version_min))
+        )
+        .where(
+            among(sample.c.group_id, "ids"),
+            version.c.run_id == sa.bindparam("b_run"),
+            segment.c.loss == 1,
+            *where,
+        )
+        .distinct()
+    )
+
+
+FRESHNESS = Prepared(_freshness())
+FRESHNESS_REWOUND = Prepared(_freshness(sa.exists().where(run.c.id == sa.bindparam("b_run"), run.c.timeline > 0)))
+
+
+def seen_from(current: int, versions: Iterable[Any]) -> dict[int, int]:
+    """Staleness of each version as seen from the version `current`, by the tree itself.
+
+    versions   rows (version, parent, depth) of all versions of a run, in any order
+    common_depth would tell it from the version that is current today; the tree never changes, so a batch that is read
+    again gets the numbers that it had.
+    """
+    parent, depth = {v.version: v.parent for v in versions}, {v.version: v.depth for v in versions}
+    line, at = set(), current
+    while at is not None:
+        line.add(at)
+        at = parent[at]
+    shared: dict[int, int] = {}  # the last ancestor that lies on the line of `current`
+    for number in sorted(parent):  # parents before children
+        shared[number] = number if number in line else shared[parent[number]]
+    return {number: depth[current] + depth[number] - 2 * depth[at] for number, at in shared.items()}

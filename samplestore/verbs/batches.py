@@ -1,53 +1,60 @@
-"""Batches: lease, commit, give back, rewind. A group is in at most one live batch, and the partial unique index on
+"""Batches: lease, commit, give back. A group is in at most one live batch, and the partial unique index on
 batch_group is the proof."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
-from samplestore import codec
+from samplestore import codec, serving
 from samplestore.clock import db_now
-from samplestore.errors import InvalidSetting, LeaseLost, RewindTooFar, StepAlreadyCommitted, StepHeld
-from samplestore.models import BatchGroup, BatchRow, Run, Sample, SampleGroup, Segment, Timeline, WeightVersionRow
+from samplestore.errors import LeaseLost, StepAlreadyCommitted, StepHeld
+from samplestore.models import BatchGroup, BatchRow, SampleGroup, Timeline, one_of
 from samplestore.statements import staleness
-from samplestore.states import IN_WINDOW, LIVE_BATCH, BatchState, GroupState, StalePolicy
-from samplestore.types import WeightVersion, whole
-from samplestore.verbs import groups, weights
-from samplestore.verbs.tx import SHARED, Tx
+from samplestore.states import LIVE_BATCH, BatchState, GroupState, StalenessMode, StalePolicy
+from samplestore.types import choice, whole
+from samplestore.verbs import stale, steps
+from samplestore.verbs.tx import Tx
 
-run, batch, batch_group, group, sample, segment, timeline, version = (
-    t.__table__ for t in (Run, BatchRow, BatchGroup, SampleGroup, Sample, Segment, Timeline, WeightVersionRow)
-)
+batch, batch_group, group, timeline = (t.__table__ for t in (BatchRow, BatchGroup, SampleGroup, Timeline))
 
 
-def lease(tx: Tx, worker_id: int, step: int, n_groups: int, policy: dict[str, Any]) -> int | None:
+def lease(
+    tx: Tx, worker_id: int, step: int, n_groups: int, policy: dict[str, Any], only: Sequence[int] | None = None
+) -> int | None:
     """Lease the first `n_groups` ready groups inside the window for `step`; the batch's id, or None if there are too
     few. Get-or-create: a step that this worker holds is returned again. Nothing is leased by halves.
 
-    policy: {"max_staleness": int, "staleness": mode, "stale": "skip" | "mask", ...}, stored with the batch.
-    Raises StepAlreadyCommitted, StepHeld, WorkerDead.
+    policy   {"max_staleness": int, "staleness": StalenessMode, "stale": StalePolicy, ...}, stored with the batch. What
+             it says of groups beyond the window is done here, also when too few are left for a batch: the time that a
+             group has waited counts, and what nobody will take must make room. "order" says which go first
+    only     ids of groups, in the order in which they are wanted: nothing else is leased
+    Raises StepAlreadyCommitted, StepHeld, WorkerDead, InvalidSetting.
     """
     whole("groups", n_groups, 1)
     whole("step", step)
-    whole("max_staleness", policy["max_staleness"])
+    window = whole("max_staleness", policy["max_staleness"])
+    mode = choice("staleness", policy["staleness"], StalenessMode)
+    beyond = choice("stale", policy["stale"], StalePolicy)
     tx.require_live(worker_id)
     row = tx.lock_run()
-    held = tx.execute(
-        sa.select(batch).where(
-            batch.c.run_id == tx.run_id,
-            batch.c.step == step,  # on any timeline: a rewind has marked what the current one does not contain
-            batch.c.state.in_([s.value for s in LIVE_BATCH]),
-        )
-    ).one_or_none()
+    held = tx.execute(live_of_step(tx.run_id, step)).one_or_none()
     if held is not None:
         if held.state == BatchState.COMMITTED:
             raise StepAlreadyCommitted(step, held.id)
         if held.owner != worker_id:
             raise StepHeld(step, held.id, held.owner)
         return int(held.id)
-    found = tx.rows(_ready(tx.run_id, n_groups, policy))
+    if beyond in stale.ACTS:
+        stale.settle_ready(tx, window, mode, beyond)
+    inside = None if beyond is StalePolicy.MASK else window
+    found = tx.rows(ready(tx.run_id, n_groups, mode, inside, policy.get("order", serving.FIFO), only))
+    if only is not None:
+        place = {id: i for i, id in enumerate(only)}
+        found = sorted(found, key=lambda r: place[r.id])
     if len(found) < n_groups:
         return None
     ids = [r.id for r in found]
@@ -67,37 +74,55 @@ def lease(tx: Tx, worker_id: int, step: int, n_groups: int, policy: dict[str, An
     tx.execute(
         sa.insert(batch_group),
         [
-            {"batch_id": batch_id, "group_id": r.id, "position": i, "staleness": None if r.lag is None else int(r.lag)}
+            # a mean is rounded up: what is recorded lies inside the window where the mean did
+            {"batch_id": batch_id, "group_id": r.id, "position": i, "staleness": math.ceil(r.lag)}
             for i, r in enumerate(found)
         ],
     )
     _move(tx, ids, GroupState.LEASED)
+    steps.tend(tx, row)
     return int(batch_id)
 
 
-def _ready(run_id: int, limit: int, policy: dict[str, Any]) -> Any:
-    """Ready groups in serving order, inside the window. Unknown staleness is NULL, which no comparison lets in."""
-    mode = policy["staleness"]
-    if mode not in staleness.MODES:
-        raise InvalidSetting("staleness", mode, " | ".join(staleness.MODES))
-    chosen = sa.select(group.c.id).where(group.c.run_id == run_id, group.c.state == GroupState.READY.value)
-    if mode == "oldest":
-        lag: Any = staleness.behind(run_id, group.c.oldest_version)
-        source: Any = group
-    else:
-        measured = staleness.group_staleness(run_id, mode, chosen)
-        lag, source = measured.c.staleness, group.join(measured, measured.c.group_id == group.c.id)
+def live_of_step(run_id: int, step: int) -> sa.Select[Any]:
+    """The leased or committed batch of a step, on any timeline: a rewind has marked what the current one does not
+    contain. Timelines are named and states written out so that uq_batch_step finds it among all batches."""
+    timelines = sa.select(timeline.c.number).where(timeline.c.run_id == run_id)
+    return sa.select(batch).where(
+        batch.c.run_id == run_id,
+        batch.c.timeline.in_(timelines),
+        batch.c.step == step,
+        sa.text(one_of("batch.state", LIVE_BATCH)),
+    )
+
+
+def ready(
+    run_id: int, limit: int, mode: StalenessMode, window: int | None, order: str, only: Sequence[int] | None = None,
+    lock: bool = True,
+) -> Any:  # fmt: skip
+    """Ready groups in the order that a run's setting names, inside the window if there is one; with `only`, those of
+    them. Unknown staleness is NULL, which no comparison lets in."""
+    source, lag, ready = staleness.ready_groups(run_id, mode)
+    if only is not None:
+        ready = ready & group.c.id.in_(only)
+    first: tuple[Any, ...] = ()
+    if order == serving.OLDEST:
+        first = (lag.desc(),)
+    elif order.startswith(serving.SQL):
+        # The operator's own expression, trusted; a literal, since text() would take a : in it for a parameter.
+        first = (sa.literal_column(f"({order.removeprefix(serving.SQL)})"),)
     query = (
         sa.select(group.c.id, lag.label("lag"))
         .select_from(source)
-        # The state once more, on the row that is locked: when a drop or a requeue came between, PostgreSQL looks at
-        # that again, and not into the subquery.
-        .where(group.c.id.in_(chosen), group.c.state == GroupState.READY.value, lag.is_not(None))
-        .order_by(group.c.number)
+        # The state is looked at once more on the row that is locked: when a drop or a requeue came between,
+        # PostgreSQL reads the condition again, on the row as it is then.
+        .where(ready, lag.is_not(None))
+        .order_by(*first, group.c.number)
         .limit(limit)
-        .with_for_update(of=group, key_share=True, skip_locked=True)
     )
-    return query if policy["stale"] == StalePolicy.MASK else query.where(lag <= policy["max_staleness"])
+    if lock:
+        query = query.with_for_update(of=group, key_share=True, skip_locked=True)
+    return query if window is None else query.where(lag <= window)
 
 
 def _move(tx: Tx, ids: list[int], state: GroupState) -> None:
@@ -161,120 +186,3 @@ def give_back(tx: Tx, batch_id: int, state: BatchState, reason: str) -> list[int
 
 def _set_groups(tx: Tx, batch_id: int, state: BatchState) -> None:
     tx.execute(sa.update(batch_group).where(batch_group.c.batch_id == batch_id).values(state=state.value))
-
-
-def rewind(tx: Tx, step: int) -> WeightVersion:
-    """Training goes back to the checkpoint of `step`. Batches that it has not seen are marked rewound and their
-    groups are ready again; a new timeline starts; the restored weights get a new version number.
-    Raises RewindTooFar, InvalidSetting for a step that was never reached."""
-    whole("step", step, -1)
-    row = tx.lock_run()
-    newest = _newest_step(tx)
-    if step > newest:  # a typing error must not fork the timeline
-        raise InvalidSetting("step", step, f"-1 (before the first) to {newest}, the newest of this run")
-    if step < row.retention_step:
-        raise RewindTooFar(step, row.retention_step, "what came after it was pruned, up to step")
-    undone = tx.rows(
-        sa.select(batch.c.id, batch.c.state).where(
-            batch.c.run_id == tx.run_id,
-            sa.or_(
-                (batch.c.state == BatchState.COMMITTED.value) & (batch.c.step > step),
-                batch.c.state == BatchState.LEASED.value,
-            ),
-        )
-        .order_by(batch.c.id)
-        .with_for_update(key_share=True)  # a commit that is under way ends first
-    )  # fmt: skip
-    tx.as_worker(SHARED)
-    for b in undone:
-        end = BatchState.REWOUND if b.state == BatchState.COMMITTED else BatchState.RELEASED
-        give_back(tx, b.id, end, f"rewind to step {step}")
-    restored = _branch(tx, row, step)
-    _refresh_window(tx)
-    tx.event("rewind", None, step=step, version=restored.version, details={"batches": len(undone)})
-    return restored
-
-
-def _newest_step(tx: Tx) -> int:
-    """The newest step that a batch or a weight version of this run is of."""
-    held = tx.execute(sa.select(sa.func.max(batch.c.step)).where(batch.c.run_id == tx.run_id)).scalar()
-    published = tx.execute(sa.select(sa.func.max(version.c.step)).where(version.c.run_id == tx.run_id)).scalar()
-    return max(held or 0, published or 0)
-
-
-def _branch(tx: Tx, row: Any, step: int) -> WeightVersion:
-    """The new timeline and its first version: the weights of the last version at or before `step`."""
-    of_run = version.c.run_id == tx.run_id
-    source = tx.execute(
-        sa.select(version)
-        .where(of_run, version.c.common_depth == version.c.depth, version.c.abandoned_at.is_(None))
-        .where(sa.or_(version.c.version == 0, version.c.step <= step))
-        .order_by(version.c.version.desc())
-        .limit(1)
-    ).one()
-    tx.execute(
-        sa.update(version)
-        .where(of_run, version.c.depth > source.depth, version.c.abandoned_at.is_(None))
-        .values(abandoned_at=db_now())
-    )
-    tx.execute(
-        sa.update(version).where(of_run, version.c.common_depth > source.depth).values(common_depth=source.depth)
-    )
-    number, branch = row.last_version + 1, int(
-        tx.execute(sa.select(sa.func.max(timeline.c.number)).where(timeline.c.run_id == tx.run_id)).scalar_one()
-    ) + 1  # fmt: skip
-    tx.execute(
-        sa.insert(timeline).values(
-            run_id=tx.run_id, number=branch, parent=row.timeline, forked_at_step=step, created_at=db_now()
-        )
-    )
-    tx.execute(
-        sa.insert(version).values(
-            run_id=tx.run_id, version=number, timeline=branch, parent=source.version, step=source.step,
-            depth=source.depth, common_depth=source.depth, label=f"{row.uuid[:8]}-v{number}", path=source.path,
-            created_at=db_now(),
-        )
-    )  # fmt: skip
-    tx.execute(
-        sa.update(run).where(run.c.id == tx.run_id).values(timeline=branch, current_version=number, last_version=number)
-    )
-    return weights.as_version(weights.row_of(tx, number))
-
-
-def _refresh_window(tx: Tx) -> None:
-    """After a rewind other tokens are the stalest, and groups that had become stale may be inside the window again:
-    going back must not skip them."""
-    states = [*(s.value for s in IN_WINDOW), GroupState.STALE.value]
-    ids = [r.id for r in tx.rows(
-        sa.select(group.c.id).where(group.c.run_id == tx.run_id, group.c.state.in_(states)).order_by(group.c.id)
-    )]  # fmt: skip
-    locked = tx.lock_groups(ids)
-    fresh: dict[int, tuple[int, int]] = {}
-    found = tx.rows(
-        sa.select(segment.c.sample_id, segment.c.version_min, staleness.freshness(version).label("freshness"))
-        .select_from(
-            segment.join(
-                sample, (sample.c.id == segment.c.sample_id) & (sample.c.incarnation == segment.c.incarnation)
-            ).join(version, (version.c.run_id == sample.c.run_id) & (version.c.version == segment.c.version_min))
-        )
-        .where(sample.c.group_id.in_(ids), segment.c.loss == 1)
-        .distinct()
-    )
-    for r in found:
-        best = fresh.get(r.sample_id)
-        if best is None or r.freshness < best[0]:
-            fresh[r.sample_id] = (r.freshness, r.version_min)
-    for sample_id, (_, oldest) in sorted(fresh.items()):
-        tx.execute(
-            sa.update(sample)
-            .where(sample.c.id == sample_id, sample.c.oldest_version != oldest)
-            .values(oldest_version=oldest)
-        )
-    stale = [id for id in ids if locked[id].state == GroupState.STALE]
-    if stale:
-        with tx.moving(groups=stale):
-            groups.reopen(tx, stale)
-    for id in ids:
-        if locked[id].state == GroupState.READY:
-            groups.refresh(tx, id)
-    groups.expire(tx)

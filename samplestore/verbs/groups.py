@@ -1,30 +1,30 @@
-"""Groups: who reaches zero moves them on; dropping, expiring, reopening."""
+"""Groups: who reaches zero moves them on; dropping, reopening, starting afresh."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
 from samplestore import codec
 from samplestore.clock import db_now
-from samplestore.errors import InvalidTransition, NotInRun
+from samplestore.errors import InvalidTransition, NotInRun, TokensPruned
 from samplestore.models import Sample, SampleGroup, Segment, Stage
 from samplestore.statements import samples as st
-from samplestore.statements import staleness
+from samplestore.statements.staleness import FRESHNESS, FRESHNESS_REWOUND
 from samplestore.states import (
     CLAIMABLE,
-    FINISHED,
+    EVALUATED,
     GROUP_TRANSITIONS,
     IN_WINDOW,
     FailedPolicy,
     GroupState,
     SampleStatus,
     StageStatus,
-    StalePolicy,
     StragglerPolicy,
 )
+from samplestore.verbs import group_stages, rollouts
 from samplestore.verbs.tx import Tx
 
 group, sample, stage, segment = (t.__table__ for t in (SampleGroup, Sample, Stage, Segment))
@@ -40,29 +40,19 @@ def _from(target: GroupState) -> list[str]:
 def count(tx: Tx, group_id: int, *, n_open: int = 0, n_unscored: int = 0, n_failed: int = 0) -> None:
     """Change a group's counters; whoever reaches zero moves the group on. Deciding by NOT EXISTS over siblings
     instead would strand the group on PostgreSQL when the last two finish at once."""
-    row = tx.execute(
-        sa.update(group)
-        .where(group.c.id == group_id)
-        .values(
-            n_open=group.c.n_open + n_open,
-            n_unscored=group.c.n_unscored + n_unscored,
-            n_failed=group.c.n_failed + n_failed,
-        )
-        .returning(
-            group.c.state,
-            group.c.n_open,
-            group.c.n_unscored,
-            group.c.n_failed,
-            group.c.n_samples,
-            group.c.straggling_at,
-        )
-    ).one()
-    if row.state not in (GroupState.OPEN, GroupState.SCORING):
-        return
-    if row.n_open == 0 and row.n_unscored == 0:
-        _complete(tx, group_id, row, _policy(tx, row))
-    elif row.n_open == 0 and row.state == GroupState.OPEN:
-        tx.execute(sa.update(group).where(group.c.id == group_id).values(state=GroupState.SCORING.value))
+    count_many(tx, {group_id: (n_open, n_unscored, n_failed)})
+
+
+def count_many(tx: Tx, changes: Mapping[int, tuple[int, int, int]]) -> None:
+    """`count` for several (locked) groups: (n_open, n_unscored, n_failed) to add, by their ids."""
+    given = [dict(zip(st.COUNTS, (id, *more), strict=True)) for id, more in sorted(changes.items())]
+    for row in sorted(st.COUNT.rows(tx.connection, given)):
+        if row.state not in (GroupState.OPEN, GroupState.SCORING):
+            continue
+        if row.n_open == 0 and row.n_unscored == 0:
+            _complete(tx, row.id, row, _policy(tx, row))
+        elif row.n_open == 0 and row.state == GroupState.OPEN:
+            tx.execute(sa.update(group).where(group.c.id == row.id).values(state=GroupState.SCORING.value))
 
 
 def _policy(tx: Tx, row: Any) -> str:
@@ -74,30 +64,34 @@ def _policy(tx: Tx, row: Any) -> str:
 
 def _complete(tx: Tx, group_id: int, row: Any, on_failed: str) -> None:
     """All samples are finished and scored: the group is ready, or is dropped for its failed samples."""
+    if row.evaluation_id is not None:
+        return _evaluated(tx, group_id, row)
     if row.n_failed == row.n_samples:
         return close(tx, [group_id], GroupState.DROPPED, "all samples failed")
     if row.n_failed and on_failed == FailedPolicy.DROP:
         return close(tx, [group_id], GroupState.DROPPED, "sample failed")
+    if group_stages.create_next(tx, group_id, tx.settings.work_on_groups):
+        tx.execute(sa.update(group).where(group.c.id == group_id).values(state=GroupState.SCORING.value, n_unscored=1))
+        return None
+    restale(tx, [group_id], once_rewound=True)
     with tx.moving(groups=[group_id]):
-        tx.execute(
-            sa.update(group)
-            .where(group.c.id == group_id)
-            .values(state=GroupState.READY.value, ready_at=db_now(), **_summary(tx, group_id))
-        )
+        tx.execute(st.READY, {"b_group": group_id, **_summary(tx, group_id)})
     return None
+
+
+def _evaluated(tx: Tx, group_id: int, row: Any) -> None:
+    """A group of an evaluation has its rewards. It is never ready, so that no batch and no window meets it; its tokens
+    are dropped for a reason of their own. No filter is asked: an evaluation counts what there is."""
+    if row.n_failed < row.n_samples and group_stages.create_next(tx, group_id, tx.settings.group_stages):
+        tx.execute(sa.update(group).where(group.c.id == group_id).values(state=GroupState.SCORING.value, n_unscored=1))
+        return
+    refresh(tx, group_id)
+    close(tx, [group_id], GroupState.DROPPED, EVALUATED)
 
 
 def _summary(tx: Tx, group_id: int) -> dict[str, Any]:
     """The columns that describe a finished group: tokens, stalest version, reward mean and (population) std."""
-    rows = tx.rows(
-        sa.select(
-            sample.c.n_tokens,
-            sample.c.reward,
-            sample.c.oldest_version,
-            sample.c.version_unknown,
-            staleness.freshness_of(tx.run_id, sample.c.oldest_version).label("freshness"),
-        ).where(sample.c.group_id == group_id, sample.c.status.in_([s.value for s in FINISHED]))
-    )
+    rows = tx.rows(st.SUMMARY, {"b_run": tx.run_id, "b_group": group_id})
     known = [row for row in rows if row.freshness is not None]
     unknown = any(row.version_unknown or (row.oldest_version is not None and row.freshness is None) for row in rows)
     rewards = [row.reward for row in rows if row.reward is not None]
@@ -110,6 +104,25 @@ def _summary(tx: Tx, group_id: int) -> dict[str, Any]:
     }
 
 
+def restale(tx: Tx, ids: Sequence[int], once_rewound: bool = False) -> None:
+    """Find the stalest version of each sample of these (locked) groups anew, by the timeline of now.
+
+    A rewind turns the order of versions around. An append that began before it and was stored after it has compared
+    by the old order, so a group of a run that was ever rewound (`once_rewound`: only of such a run) looks again when
+    it is complete.
+    """
+    fresh: dict[int, tuple[int, int]] = {}
+    for r in tx.rows(FRESHNESS_REWOUND if once_rewound else FRESHNESS, {"b_run": tx.run_id, "ids": list(ids)}):
+        if r.sample_id not in fresh or r.freshness < fresh[r.sample_id][0]:
+            fresh[r.sample_id] = (r.freshness, r.version_min)
+    for sample_id, (_, oldest) in sorted(fresh.items()):
+        tx.execute(
+            sa.update(sample)
+            .where(sample.c.id == sample_id, sample.c.oldest_version != oldest)
+            .values(oldest_version=oldest)
+        )
+
+
 def refresh(tx: Tx, group_id: int) -> None:
     tx.execute(sa.update(group).where(group.c.id == group_id).values(**_summary(tx, group_id)))
 
@@ -117,8 +130,12 @@ def refresh(tx: Tx, group_id: int) -> None:
 def gave_up(tx: Tx, group_id: int, *, n_open: int = 0, n_unscored: int = 0) -> None:
     """A sample of this (locked) group is failed for good: drop the group, or go on without the sample."""
     count(tx, group_id, n_open=n_open, n_unscored=n_unscored, n_failed=1)
-    if tx.settings.on_failed == FailedPolicy.DROP:
+    if tx.settings.on_failed == FailedPolicy.DROP and _to_train(tx, group_id):
         close(tx, [group_id], "dropped", "sample failed")
+
+
+def _to_train(tx: Tx, group_id: int) -> bool:
+    return tx.execute(sa.select(group.c.evaluation_id).where(group.c.id == group_id)).scalar() is None
 
 
 def close(tx: Tx, ids: Sequence[int], state: str, reason: str) -> None:
@@ -148,7 +165,7 @@ def close(tx: Tx, ids: Sequence[int], state: str, reason: str) -> None:
                 .where(stage.c.group_id.in_(closed), stage.c.status == StageStatus.PENDING.value)
                 .values(status=StageStatus.FAILED.value, outcome=CANCELLED, settled_at=db_now(), **st.STAGE_LET_GO)
             )
-    for id in closed:
+    for id in closed if reason != EVALUATED else ():
         tx.event(target.value, reason, group_id=id)
 
 
@@ -177,7 +194,12 @@ def reopen(tx: Tx, ids: Sequence[int]) -> None:
     tx.execute(
         sa.update(stage)
         .where(stage.c.group_id.in_(ids), stage.c.outcome == CANCELLED)
-        .where(stage.c.sample_id.in_(sa.select(sample.c.id).where(sample.c.incarnation == stage.c.incarnation)))
+        .where(
+            sa.or_(
+                stage.c.sample_id.in_(sa.select(sample.c.id).where(sample.c.incarnation == stage.c.incarnation)),
+                stage.c.sample_id.is_(None) & (stage.c.incarnation == group_stages.life(stage.c.group_id)),
+            )
+        )
         .values(status=StageStatus.PENDING.value, outcome=None, settled_at=None)
     )
     for id in ids:
@@ -210,19 +232,54 @@ def _recount(tx: Tx, group_id: int) -> dict[str, int]:
     }
 
 
-def requeue(tx: Tx, sample_ids: Sequence[int], reason: str) -> int:
-    """Start samples afresh: a new incarnation, nothing generated is carried over; the old tokens are superseded."""
+def requeue(tx: Tx, sample_ids: Sequence[int], reason: str, call: str | None = None) -> int:
+    """Start samples afresh: a new incarnation, nothing generated is carried over; the old tokens are superseded.
+    `call` names this call, so that its repetition after a lost acknowledgement does not start them once more."""
     asked = tx.rows(sa.select(sample.c.id, sample.c.run_id, sample.c.group_id).where(sample.c.id.in_(sample_ids)))
     _all_of_run(tx, "sample", sample_ids, asked)
     ids = sorted({row.group_id for row in asked})
-    for row in tx.lock_groups(ids).values():
+    locked = tx.lock_groups(ids)
+    # Below the locks: on PostgreSQL the call that is repeated may still be committing.
+    if tx.done_before("requeue", call) is not None:
+        return len(sample_ids)
+    for row in locked.values():
         if GroupState(row.state) not in (*IN_WINDOW, GroupState.DROPPED):
             raise InvalidTransition("group", row.id, row.state, "requeue", "open, scoring, ready, dropped")
+    rollout_ids = rollouts.whole(tx, sample_ids)
+    _all_of_pruned(tx, rollout_ids, [row.id for row in locked.values() if row.pruned_at is not None])
     tx.lock_samples_of(ids)
+    _afresh(tx, rollout_ids, ids)
+    for id in sample_ids:
+        tx.event("requeue", reason, sample_id=id, details={"call": call})
+    return len(sample_ids)
+
+
+def regenerate(tx: Tx, ids: Sequence[int], reason: str) -> None:
+    """Start (locked) groups afresh that are too old: every sample that has tokens, or had failed, begins a new
+    incarnation. What waits for its first token stays as it is, also in the hands of a worker: it will be fresh."""
+    begun = sa.or_(sample.c.n_tokens > 0, sample.c.status == SampleStatus.FAILED.value)
+    found = tx.rows(
+        sa.select(sample.c.id, sample.c.group_id, sample.c.n_tokens).where(sample.c.group_id.in_(ids), begun)
+    )
+    if not found:
+        return
+    _afresh(tx, rollouts.whole(tx, [row.id for row in found]), ids)
+    # A deadline for stragglers counts from here: by the first creation every new life would be late at once.
+    tx.execute(sa.update(group).where(group.c.id.in_(ids)).values(created_at=db_now(), straggling_at=None))
+    for id in ids:
+        mine = [row.n_tokens for row in found if row.group_id == id]
+        tx.event("regenerate", reason, group_id=id, tokens=sum(mine), details={"samples": len(mine)})
+
+
+def _afresh(tx: Tx, sample_ids: Sequence[int], ids: Sequence[int]) -> None:
+    """A new incarnation for these samples of (locked) groups, and the groups to where they stand then."""
     with tx.moving(groups=ids):
         tx.execute(
             sa.update(stage)
-            .where(stage.c.sample_id.in_(sample_ids), stage.c.status == StageStatus.PENDING.value)
+            .where(
+                sa.or_(stage.c.sample_id.in_(sample_ids), stage.c.sample_id.is_(None) & stage.c.group_id.in_(ids)),
+                stage.c.status == StageStatus.PENDING.value,
+            )
             .values(status=StageStatus.FAILED.value, outcome="superseded", settled_at=db_now(), **st.STAGE_LET_GO)
         )
         tx.execute(
@@ -232,43 +289,24 @@ def requeue(tx: Tx, sample_ids: Sequence[int], reason: str) -> int:
                 incarnation=sample.c.incarnation + 1, status=SampleStatus.PENDING.value, failures=0, not_before=0.0,
                 n_tokens=0, n_loss_tokens=0, n_segments=0, n_aborts=0, n_resumes=0, version_min=None,
                 version_max=None, oldest_version=None, version_unknown=0, logprob_sum=0.0, reward=None,
-                finish_reason=None, error=None, progress_at=None, finished_at=None, finished_by=None, **st.LET_GO,
+                finish_reason=None, error=None, progress_at=None, finished_at=None, finished_by=None,
+                n_without_logprob=0, removed=None, **st.LET_GO,
             )
         )  # fmt: skip
+        # What it goes on with is generated here: an import of the same file would bring another group.
+        tx.execute(sa.update(group).where(group.c.id.in_(ids)).values(import_key=None))
         reopen(tx, ids)
-    for id in sample_ids:
-        tx.event("requeue", reason, sample_id=id)
-    return len(sample_ids)
 
 
-def expire(tx: Tx) -> int:
-    """Close groups of the window that can never be delivered: staleness only grows, so what is beyond
-    max_staleness stays there. With stale="mask" such groups are delivered, masked. Ready groups of unknown staleness
-    are never delivered, so they must not fill the window. Caller holds the run's lock."""
-    unknown = tx.rows(
-        sa.select(group.c.id)
-        .where(group.c.run_id == tx.run_id, group.c.state == GroupState.READY.value, group.c.oldest_version.is_(None))
-        .order_by(group.c.id)
-        .with_for_update(key_share=True)
-    )
-    if unknown:
-        close(tx, [row.id for row in unknown], GroupState.STALE, "unknown weight version")
-    if tx.settings.stale == StalePolicy.MASK:
-        return 0
-    candidate = sa.select(group.c.id).where(
-        group.c.run_id == tx.run_id, group.c.state.in_([s.value for s in IN_WINDOW])
-    )
-    beyond = staleness.behind(tx.run_id, sample.c.oldest_version) > tx.settings.max_staleness
-    found = tx.rows(
-        sa.select(sample.c.group_id)
-        .where(sample.c.group_id.in_(candidate), sample.c.status != SampleStatus.FAILED.value, beyond)
-        .distinct()
-    )
-    ids = sorted(row.group_id for row in found)
-    if ids:
-        tx.lock_groups(ids)
-        close(tx, ids, GroupState.STALE, f"more than {tx.settings.max_staleness} versions behind")
-    return len(ids)
+def _all_of_pruned(tx: Tx, sample_ids: Sequence[int], pruned: list[int]) -> None:
+    """A pruned group starts afresh as a whole, or not at all: tokens that its other samples would bring are gone.
+    Raises TokensPruned."""
+    if not pruned:
+        return
+    kept = tx.rows(sa.select(sample.c.group_id).where(sample.c.group_id.in_(pruned), sample.c.id.not_in(sample_ids)))
+    if kept:
+        raise TokensPruned(f"group {kept[0].group_id}, whose other samples would have to be requeued too,")
+    tx.execute(sa.update(group).where(group.c.id.in_(pruned)).values(pruned_at=None))
 
 
 def settle_stragglers(tx: Tx) -> int:
@@ -276,7 +314,7 @@ def settle_stragglers(tx: Tx) -> int:
     if tx.settings.group_deadline_s is None:
         return 0
     late = tx.rows(
-        sa.select(group.c.id, group.c.n_open, group.c.n_unscored)
+        sa.select(group.c.id, group.c.n_open, group.c.n_unscored, group.c.evaluation_id)
         .where(
             group.c.run_id == tx.run_id,
             group.c.state == GroupState.OPEN.value,
@@ -305,7 +343,7 @@ def settle_stragglers(tx: Tx) -> int:
                     **st.LET_GO,
                 )
             ).rowcount
-        if policy == StragglerPolicy.DROP:
+        if policy == StragglerPolicy.DROP and row.evaluation_id is None:
             count(tx, row.id, n_open=-failed, n_failed=failed)
             close(tx, [row.id], GroupState.DROPPED, "straggler")
         else:

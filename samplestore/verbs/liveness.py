@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -17,7 +17,7 @@ from samplestore.models import BatchRow, EngineRow, Request, Run, Sample, Stage,
 from samplestore.statements import samples as st
 from samplestore.states import BatchState, Fate, StageStatus, WorkerKind, WorkerState
 from samplestore.types import Heartbeat, Reaped, choice
-from samplestore.verbs import batches, groups, samples
+from samplestore.verbs import batches, deadlines, deaths, groups, samples
 from samplestore.verbs.tx import SHARED, Tx
 
 run, worker, sample, stage, batch, engine, request = (
@@ -86,6 +86,7 @@ def reap(tx: Tx, reaper_id: int | None = None) -> Reaped:
         me = (worker.c.id == reaper_id) & (worker.c.state == WorkerState.LIVE.value) & fresh
         if tx.execute(sa.select(worker.c.id).where(me)).scalar() is None:
             return nothing
+    _clock_set_back(tx)
     # The row check lets a heartbeat that came first win: PostgreSQL evaluates it again on the row it waited for.
     silent = (
         sa.select(worker.c.id)
@@ -105,12 +106,34 @@ def reap(tx: Tx, reaper_id: int | None = None) -> Reaped:
     ]
     for id in dead:
         tx.event("worker_dead", "heartbeat stopped", worker_id=id)
+    late = deadlines.settle(tx)
     stragglers = groups.settle_stragglers(tx)
     stuck = sample.c.progress_at < db_now() - tx.settings.progress_deadline_s
     freed = _free(tx, stuck, "worker dead")
     if dead:
         tx.fold(dead)
-    return Reaped(dead, *freed, stragglers)
+    return Reaped(dead, freed[0] + late, *freed[1:], stragglers)
+
+
+def _clock_set_back(tx: Tx) -> None:
+    """Times that lie ahead were written before the clock was set back. They begin to count now: whoever lives beats
+    again within its ttl, and without this the dead would hold their samples for as long as the clock was moved."""
+    ahead = db_now() + 1.0
+    live = (worker.c.run_id == tx.run_id) & (worker.c.state == WorkerState.LIVE.value)
+    for table, column, mine, order in (
+        (worker, worker.c.heartbeat, live, worker.c.id),
+        (sample, sample.c.progress_at, deaths.owned(tx.run_id), deaths.BY_ID),
+    ):
+        picked = (
+            sa.select(table.c.id)
+            .where(mine, column > ahead)
+            .order_by(order)
+            .with_for_update(skip_locked=True, key_share=True)
+            .cte("picked")
+        )
+        tx.execute(
+            sa.update(table).where(table.c.id.in_(sa.select(picked.c.id)), column > ahead).values({column: db_now()})
+        )
 
 
 def _gone(owner: sa.ColumnElement[Any]) -> sa.ColumnElement[bool]:
@@ -131,7 +154,8 @@ def _free(tx: Tx, stuck: sa.ColumnElement[bool], reason: str) -> tuple[int, int,
     for row in held:
         batches.give_back(tx, row.id, BatchState.RELEASED, "trainer dead")
     tx.as_worker(SHARED)
-    samples_freed = _free_samples(tx, stuck, reason)
+    given_up, suspects = deaths.settle(tx, deaths.count(tx))
+    samples_freed = given_up + _free_samples(tx, stuck, reason, suspects)
     stages_freed = tx.execute(_free_owned(stage, tx.run_id, stage.c.status == StageStatus.PENDING.value)).rowcount
     engines_freed = tx.execute(_free_owned(engine, tx.run_id)).rowcount
     tx.execute(
@@ -158,11 +182,12 @@ def _free_owned(table: sa.Table, run_id: int, *more: sa.ColumnElement[bool]) -> 
     )
 
 
-def _free_samples(tx: Tx, stuck: sa.ColumnElement[bool], reason: str) -> int:
+def _free_samples(tx: Tx, stuck: sa.ColumnElement[bool], reason: str, suspects: Mapping[int, deaths.Death]) -> int:
+    """`suspects`: those whose owner died of them, perhaps."""
     found = tx.rows(
         sa.select(sample.c.id, sample.c.owner, sample.c.group_id, sample.c.n_tokens, stuck.label("stuck"))
-        .where(sample.c.run_id == tx.run_id, sample.c.owner.is_not(None), sa.or_(_gone(sample.c.owner), stuck))
-        .order_by(sample.c.id)
+        .where(deaths.owned(tx.run_id), sa.or_(_gone(sample.c.owner), stuck))
+        .order_by(deaths.BY_ID)
         .with_for_update(skip_locked=True, key_share=True, of=sample)
     )
     if not found:
@@ -174,9 +199,12 @@ def _free_samples(tx: Tx, stuck: sa.ColumnElement[bool], reason: str) -> int:
         .values(status=st.STATUS_AT_REST, n_aborts=sample.c.n_aborts + st.STOPPED, **st.LET_GO)
     )
     for row in found:
-        samples.shift(tx, row.id, Fate.IN_FLIGHT, Fate.RESUMABLE)
+        samples.shift(tx, [row.id], Fate.IN_FLIGHT, Fate.RESUMABLE)
+        suspect = suspects.get(row.id)
+        if suspect is not None and suspect.wait_s:
+            tx.execute(sa.update(sample).where(sample.c.id == row.id).values(not_before=db_now() + suspect.wait_s))
         tx.event("reap", "no progress" if row.stuck else reason, worker_id=row.owner, sample_id=row.id,
-                 group_id=row.group_id, tokens=row.n_tokens)  # fmt: skip
+                 group_id=row.group_id, tokens=row.n_tokens, details=suspect and suspect.details)  # fmt: skip
     return len(ids)
 
 
@@ -191,15 +219,13 @@ def disown(tx: Tx, worker_id: int, held: Sequence[int], held_stages: Sequence[in
     )
     for row in strays:
         tx.execute(sa.update(sample).where(sample.c.id == row.id).values(status=st.STATUS_AT_REST, **st.LET_GO))
-        samples.shift(tx, row.id, Fate.IN_FLIGHT, Fate.RESUMABLE)
+        samples.shift(tx, [row.id], Fate.IN_FLIGHT, Fate.RESUMABLE)
     if held_stages is None:
         return len(strays)
-    return (
-        len(strays)
-        + tx.execute(
-            sa.update(stage)
-            .where(stage.c.owner == worker_id, stage.c.status == StageStatus.PENDING.value)
-            .where(stage.c.id.not_in(list(held_stages)))
-            .values(**st.STAGE_LET_GO)
-        ).rowcount
+    freed = tx.execute(
+        sa.update(stage)
+        .where(stage.c.owner == worker_id, stage.c.status == StageStatus.PENDING.value)
+        .where(stage.c.id.not_in(list(held_stages)))
+        .values(**st.STAGE_LET_GO)
     )
+    return len(strays) + int(freed.rowcount)

@@ -2,50 +2,56 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import sqlalchemy as sa
 
-from samplestore import codec
-from samplestore.clock import db_now
+from samplestore import arrays, codec, faults
 from samplestore.errors import InvalidSegment, InvalidSetting, LeaseLost, NotInRun, SequenceConflict, UnknownVersion
-from samplestore.models import Request, Sample, Segment, SegmentArray, Stage
+from samplestore.models import Sample, Segment
+from samplestore.statements import appends as ap
+from samplestore.statements import requests as rq
 from samplestore.statements import samples as st
 from samplestore.states import CLAIMABLE, FINISHED, Fate, SampleStatus, SegmentKind
 from samplestore.types import Claim, RequestInfo, StageClaim, choice, whole
-from samplestore.verbs import groups, stages
-from samplestore.verbs.tx import Tx
+from samplestore.verbs import flow, groups, restarts, rollouts, sampling, stages
+from samplestore.verbs.arrays import store as store_array
+from samplestore.verbs.tx import Call, Contested, Tx
 
-sample, segment, segment_array, stage, request = (t.__table__ for t in (Sample, Segment, SegmentArray, Stage, Request))
+sample, segment = (t.__table__ for t in (Sample, Segment))
 
+GENERATED, ENVIRONMENT = SegmentKind.GENERATED.value, SegmentKind.ENVIRONMENT.value
+NO_IDS = np.empty(0, dtype=np.int32)
+Kept = bool | Collection[str]  # stages that whoever finishes a sample keeps: all, none, or those of these names
 Version = int | tuple[int, int] | None  # one version; (min, max) where a label straddled a change; not known
 
 
-def claim(tx: Tx, worker_id: int, limit: int) -> list[Claim]:
-    """Take up to `limit` samples for `worker_id`: resumable ones first, siblings together. Raises WorkerDead."""
+def claim(tx: Tx, worker_id: int, limit: int, evaluations: bool = True) -> list[Claim]:
+    """Take up to `limit` samples for `worker_id`: resumable ones first, siblings together. evaluations: samples of
+    evaluations too. Raises WorkerDead."""
     tx.require_live(worker_id)
-    # SQLite reads a negative limit as none at all
-    ids = [row.id for row in tx.rows(st.CLAIM, {"b_run": tx.run_id, "b_owner": worker_id, "limit": max(0, limit)})]
-    return load_claims(tx, ids, worker_id, taken_from=Fate.RESUMABLE)
-
-
-def load_claims(tx: Tx, ids: list[int], worker_id: int, taken_from: Fate | None) -> list[Claim]:
-    """Claims with their prompts and stored tokens, in claim order (RETURNING has none)."""
-    if not ids:
+    limit, of_groups = flow.claimable(tx, limit, evaluations)  # never negative: SQLite reads that as no limit at all
+    given = {"b_run": tx.run_id, "b_owner": worker_id, "limit": limit, "least": flow.least_priority(evaluations)}
+    taken = tx.rows(st.CLAIM, given) if of_groups is None else tx.rows(st.CLAIM_OF_GROUPS, {**given, "ids": of_groups})
+    if not taken:
         return []
-    found = tx.rows(st.CLAIMED, {"ids": ids})
-    tokens = stages.response_ids(tx, [row.id for row in found if row.n_tokens])
-    if taken_from is not None:
-        for row in found:
-            shift(tx, row.id, taken_from, Fate.IN_FLIGHT) if row.n_tokens else None
+    taken = taken if tx.settings.resume else restarts.from_the_prompt(tx, taken)
+    prompts = {row.id: row for row in tx.rows(st.PROMPTS_OF, {"ids": {row.group_id for row in taken}})}
+    asked = sampling.settings_of(tx, {row.evaluation_id for row in prompts.values()})
+    begun = [row.id for row in taken if row.n_tokens]
+    tokens = stages.response_ids(tx, begun)
+    shift(tx, begun, Fate.RESUMABLE, Fate.IN_FLIGHT)
     return [
         Claim(
             run_id=tx.run_id,
             sample_id=row.id,
             group_id=row.group_id,
-            group_number=row.group_number,
-            index=row._mapping["index"],
+            group_number=prompts[row.group_id].group_number,
+            index=row.place,
             owner=worker_id,
             attempt=row.attempt,
             incarnation=row.incarnation,
@@ -53,30 +59,25 @@ def load_claims(tx: Tx, ids: list[int], worker_id: int, taken_from: Fate | None)
             n_tokens=row.n_tokens,
             status=row.status,
             failures=row.failures,
-            prompt_ids=codec.ids_from(row.prompt_ids),
-            response_ids=tokens.get(row.id, np.empty(0, dtype=np.int32)),
-            prompt=row.prompt,
-            label=row.label,
-            metadata=row.prompt_metadata or {},
+            prompt_ids=codec.ids_from(prompts[row.group_id].prompt_ids),
+            response_ids=tokens.get(row.id, NO_IDS),
+            prompt=codec.own(prompts[row.group_id].prompt),
+            label=codec.own(prompts[row.group_id].label),
+            metadata=codec.own(prompts[row.group_id].prompt_metadata or {}),
+            images=tuple(prompts[row.group_id].images or ()),
             finish_reason=row.finish_reason,
+            **asked.get(prompts[row.group_id].evaluation_id, {}),
         )
-        for row in found
+        # the order of the claim, which RETURNING does not keep
+        for row in sorted(taken, key=lambda row: (row.priority, row.status, row.group_id, row.place))
     ]
 
 
-def shift(tx: Tx, sample_id: int, old: Fate, new: Fate) -> None:
-    """Move the tokens of a sample's current incarnation between two fates."""
-    rows = tx.rows(
-        sa.select(segment.c.version_min, sa.func.sum(segment.c.n_tokens))
-        .select_from(segment.join(sample, (sample.c.id == segment.c.sample_id)))
-        .where(
-            segment.c.sample_id == sample_id,
-            segment.c.incarnation == sample.c.incarnation,
-            segment.c.kind == SegmentKind.GENERATED.value,
-        )
-        .group_by(segment.c.version_min)
-    )
-    for version, amount in rows:
+def shift(tx: Tx, sample_ids: Collection[int], old: Fate, new: Fate) -> None:
+    """Move the tokens of samples' current incarnations between two fates."""
+    if not sample_ids:
+        return
+    for version, amount in tx.rows(st.TOKENS_OF, {"ids": sample_ids}):
         tx.add(old, version, -int(amount))
         tx.add(new, version, int(amount))
 
@@ -100,60 +101,117 @@ def append(
     tokens    whole numbers [n]; logprobs: numbers [n], finite (needed where generated tokens have loss=1)
     Raises InvalidSegment (refused, nothing stored), LeaseLost, SequenceConflict, UnknownVersion.
     """
-    tx.as_owner_of(claim)
-    kind = choice("kind", kind, SegmentKind).value
+    given = (claim, seq, tokens, logprobs, version, finish_reason, kind, loss, rid, engine, abort_reason)
+    return append_many(tx, [(given, {})])[0]
+
+
+def append_many(tx: Tx, calls: Sequence[Call]) -> list[int]:
+    """`append` for several samples, each of them once. Raises Contested if the database refuses one of several."""
+    segments = [_segment(*args, **kwargs) for args, kwargs in calls]
+    for made in segments:
+        tx.as_owner_of(made.claim)
+    payloads, sums = codec.encode_many([s.arrays for s in segments], [s.logprobs for s in segments])
+    for made, payload, total in zip(segments, payloads, sums, strict=True):
+        made.row.update(payload=payload, lp_sum=total, lp_loss=total if made.row["loss"] else 0.0)
+    if _stored(tx, [made.row for made in segments]) != len(segments):
+        if len(segments) > 1:
+            raise Contested
+        _refused(tx, segments[0])
+        return [segments[0].n]
+    requests: Counter[tuple[str, int]] = Counter()
+    aborted = []
+    for made in segments:
+        row = made.row
+        tx.as_worker(row["owner"])
+        if row["rid"] is not None:
+            requests[(row["rid"], row["sample_id"])] += made.n
+        if row["kind"] == GENERATED:
+            tx.add(Fate.IN_FLIGHT, row["low"], made.n)
+        if row["aborted"]:
+            aborted.append(made)
+    if requests:
+        rq.STORED.execute(tx.connection, [{"rid": r, "sample_id": s, "n": n} for (r, s), n in sorted(requests.items())])
+    _tell_aborts(tx, aborted)
+    faults.reached("appended")
+    return [made.n for made in segments]
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A segment whose form was checked, with the values that statements/appends.py names."""
+
+    claim: Claim
+    n: int
+    arrays: tuple[Any, Any]  # ids, log-probs
+    logprobs: Any  # as they were given
+    abort_reason: str
+    row: dict[str, Any]
+
+
+def _segment(
+    claim: Claim,
+    seq: int,
+    tokens: Any,
+    logprobs: Any,
+    version: Version,
+    finish_reason: str | None = None,
+    kind: str = "generated",
+    loss: int | None = None,
+    rid: str | None = None,
+    engine: str | None = None,
+    abort_reason: str = "engine",
+) -> _Segment:
+    kind = GENERATED if kind == GENERATED else choice("kind", kind, SegmentKind).value
+    generated = kind == GENERATED
     seq = whole("seq", seq)
-    loss = int(kind == SegmentKind.GENERATED) if loss is None else loss
+    loss = int(generated) if loss is None else loss
     if loss not in (0, 1):
         raise InvalidSegment(f"loss is {loss!r}, not 0 or 1", field="loss")
+    loss = int(loss)  # True passes, and PostgreSQL takes no arrays of both kinds
     ids = codec.as_ids(tokens)
-    if not ids.size:
+    n = int(ids.size)
+    if not n:
         raise InvalidSegment("it has no tokens", field="tokens")
-    probs = codec.as_logprobs(logprobs, ids.size, required=bool(loss) and kind == SegmentKind.GENERATED)
-    payload = codec.encode(ids, probs)
+    trained = generated and loss == 1
+    probs = codec.as_logprobs(logprobs, n, required=trained)
     # no weights made the tokens of an environment
-    low, high = (None, None) if kind == SegmentKind.ENVIRONMENT else _versions(version)
-    finish_reason = None if finish_reason is None else codec.clean_text(finish_reason, 100)
-    n, total = int(ids.size), 0.0 if probs is None else float(probs.sum(dtype=np.float64))
-    trained = bool(loss) and kind == SegmentKind.GENERATED
-    moved = tx.execute(
-        st.APPEND,
-        {
-            "b_run": tx.run_id, "sample_id": claim.sample_id, "b_owner": claim.owner, "fence": claim.attempt,
-            "life": claim.incarnation, "seq": seq, "n": n, "n_loss": n if loss else 0,
-            "aborted": int(finish_reason == "abort"), "lp_sum": total if loss else 0.0, "low": low, "high": high,
-            "loss_version": low if trained else None, "unknown": int(trained and low is None), "reason": finish_reason,
-        },
-    ).one_or_none()  # fmt: skip
-    if moved is None:
-        _refused(tx, claim, seq, (kind, loss, low, high, finish_reason), payload)
-        return n
-    tx.execute(
-        st.INSERT_SEGMENT,
-        {
-            "sample_id": claim.sample_id, "incarnation": claim.incarnation, "seq": seq, "start": moved.n_tokens - n,
-            "n_tokens": n, "kind": kind, "loss": loss, "version_min": low, "version_max": high, "owner": claim.owner,
-            "attempt": claim.attempt, "request_rid": rid, "engine": engine, "finish_reason": finish_reason,
-            "logprob_sum": total, "payload": payload,
-        },
-    )  # fmt: skip
-    if rid is not None:
-        tx.execute(st.REQUEST_STORED, {"of_rid": rid, "of_sample": claim.sample_id, "n": n})
-    if kind == SegmentKind.GENERATED:
-        tx.add(Fate.IN_FLIGHT, low, n)
-    if finish_reason == "abort":
-        _tell_abort(tx, claim, abort_reason, int(moved.n_tokens))
-    return n
+    low, high = (None, None) if kind == ENVIRONMENT else _versions(version)
+    reason = None if finish_reason is None else codec.clean_text(finish_reason, 100)
+    row = {
+        "run_id": claim.run_id, "sample_id": claim.sample_id, "owner": claim.owner, "attempt": claim.attempt,
+        "incarnation": claim.incarnation, "seq": seq, "n": n, "n_loss": n if loss else 0, "kind": kind,
+        "loss": loss, "aborted": int(reason == "abort"), "low": low, "high": high,
+        "loss_version": low if trained else None,
+        "unknown": int(trained and low is None), "rid": rid, "engine": engine, "reason": reason,
+    }  # fmt: skip
+    return _Segment(claim, n, (ids, probs), logprobs, abort_reason, row)
+
+
+def _stored(tx: Tx, rows: list[dict[str, Any]]) -> int:
+    """How many of these segments the database took."""
+    if tx.connection.dialect.name == "sqlite":
+        moved = ap.MOVE.execute(tx.connection, rows)
+        return ap.STORE.execute(tx.connection, rows) if moved == len(rows) else moved
+    return ap.MOVE_AND_STORE.execute(tx.connection, rows)
+
+
+def _tell_aborts(tx: Tx, aborted: list[_Segment]) -> None:
+    for made in aborted:
+        row = tx.execute(st.OWNED, {"sample_id": made.claim.sample_id}).one()
+        _tell_abort(tx, made.claim, made.abort_reason, row.n_tokens)
 
 
 def _tell_abort(tx: Tx, claim: Claim, reason: str, tokens: int) -> None:
     tx.event("abort", reason, worker_id=claim.owner, sample_id=claim.sample_id, group_id=claim.group_id, tokens=tokens)
 
 
-def note_abort(tx: Tx, claim: Claim, reason: str) -> None:
-    """An abort that came when everything was stored already: no segment carries it. Raises LeaseLost."""
+def note_abort(tx: Tx, claim: Claim, reason: str, rid: str | None = None) -> None:
+    """An abort that came when everything was stored already: no segment carries it. `rid`: the request that it ended;
+    with the end of that in the same transaction it may be said twice. Raises LeaseLost."""
     tx.as_owner_of(claim)
     row = _require_owner(tx, claim)
+    if rid is not None and tx.execute(rq.ENDED, {"of_rid": rid}).scalar() is not None:
+        return
     tx.execute(
         sa.update(sample)
         .where(sample.c.id == claim.sample_id, sample.c.attempt == claim.attempt)
@@ -174,8 +232,10 @@ def _versions(version: Version) -> tuple[int | None, int | None]:
     return int(low), int(high)
 
 
-def _refused(tx: Tx, claim: Claim, seq: int, told: tuple[Any, ...], payload: bytes) -> None:
+def _refused(tx: Tx, made: _Segment) -> None:
     """An append changed no row: a repetition of an acknowledged one is a success, everything else says why not."""
+    claim, given = made.claim, made.row
+    seq, low, high = given["seq"], given["low"], given["high"]
     key = (segment.c.sample_id == claim.sample_id) & (segment.c.incarnation == claim.incarnation)
     there = tx.execute(
         sa.select(
@@ -184,34 +244,34 @@ def _refused(tx: Tx, claim: Claim, seq: int, told: tuple[Any, ...], payload: byt
         ).where(key, segment.c.seq == seq)
     ).one_or_none()  # fmt: skip
     if there and (there.owner, there.attempt) == (claim.owner, claim.attempt):
+        told = (given["kind"], given["loss"], low, high, given["reason"])
         same = (there.kind, there.loss, there.version_min, there.version_max, there.finish_reason) == told
-        if same and bytes(there.payload) == payload:
+        if same and bytes(there.payload) == given["payload"]:
             return
         raise SequenceConflict(claim.sample_id, seq, seq + 1, "another segment with this seq is stored")
     row = _require_owner(tx, claim)
-    for number in told[2:4]:
-        if number is not None and not tx.execute(st.VERSION_EXISTS, {"b_run": tx.run_id, "number": number}).scalar():
+    for number in (low, high):
+        if number is not None and not tx.execute(ap.VERSION_EXISTS, {"b_run": tx.run_id, "number": number}).scalar():
             name = tx.execute(sa.select(st.run.c.name).where(st.run.c.id == tx.run_id)).scalar_one()
             raise UnknownVersion(name, number)
     raise SequenceConflict(claim.sample_id, seq, row.n_segments, "it would leave a gap or overwrite")
 
 
-def _lock_group(tx: Tx, claim: Claim) -> sa.Row[Any]:
-    """The group of a claimed sample, locked. Raises NotInRun for a claim that was put together by hand."""
-    mine = sa.select(sample.c.group_id).where(sample.c.id == claim.sample_id, sample.c.run_id == tx.run_id)
-    if tx.execute(mine).scalar() != claim.group_id:
+def _lock_group(tx: Tx, claim: Claim) -> None:
+    """Lock the group of a claimed sample. Raises NotInRun for a claim that was put together by hand."""
+    if tx.execute(st.GROUP_OF, {"sample_id": claim.sample_id, "b_run": tx.run_id}).scalar() != claim.group_id:
         raise NotInRun("sample", [claim.sample_id])
-    return tx.lock_groups([claim.group_id])[claim.group_id]
+    tx.hold_groups([claim.group_id])
 
 
-def _require_owner(tx: Tx, claim: Claim) -> sa.Row[Any]:
-    row = tx.execute(sa.select(sample).where(sample.c.id == claim.sample_id).with_for_update(key_share=True)).one()
+def _require_owner(tx: Tx, claim: Claim) -> Any:
+    row = tx.execute(st.OWNED, {"sample_id": claim.sample_id}).one()
     if (row.owner, row.attempt, row.incarnation) != (claim.owner, claim.attempt, claim.incarnation):
         raise LeaseLost("sample", claim.sample_id, claim.attempt, row.owner, row.attempt)
     return row
 
 
-def _ended_before(tx: Tx, claim: Claim, *statuses: SampleStatus) -> None:
+def _ended_before(tx: Tx, claim: Claim, *statuses: str) -> None:
     """Whether this very owner already let go at this attempt: the acknowledgement was lost, the write was not."""
     row = tx.execute(sa.select(sample).where(sample.c.id == claim.sample_id)).one()
     done = row.let_go == claim.attempt and row.incarnation == claim.incarnation
@@ -221,52 +281,73 @@ def _ended_before(tx: Tx, claim: Claim, *statuses: SampleStatus) -> None:
 
 
 def finish(
-    tx: Tx, claim: Claim, status: str | None = None, finish_reason: str | None = None, keep_stages: bool = False
+    tx: Tx, claim: Claim, status: str | None = None, finish_reason: str | None = None, keep_stages: Kept = False
 ) -> list[StageClaim]:
     """End a claimed sample: `completed`, or `truncated` when its last finish reason is "length".
 
-    keep_stages: the caller scores the sample itself; its stages are returned as claims of the same worker.
+    keep_stages: the caller does the sample's stages (those that are named, or all) itself; they are returned as claims
+                 of the same worker.
     Raises LeaseLost, InvalidSegment if nothing was generated. Returns list[StageClaim].
     """
+    return finish_many(tx, [((claim, status, finish_reason, keep_stages), {})])[0]
+
+
+def finish_many(tx: Tx, calls: Sequence[Call]) -> list[list[StageClaim]]:
+    """`finish` for several samples, each of them once. Raises Contested if the database refuses one of several."""
+    ends = [_ending(tx, *args, **kwargs) for args, kwargs in calls]
+    tx.hold_groups(end.claim.group_id for end in ends)
+    if st.FINISH.execute(tx.connection, [end.row for end in ends]) != len(ends):
+        if len(ends) > 1:
+            raise Contested
+        (end,) = ends
+        _not_finished(tx, end.claim, end.row["status"], end.row["reason"])
+        return [stages.owned_by(tx, end.claim.sample_id, end.claim.owner) if end.keep_stages else []]
+    owned: dict[int, list[int]] = defaultdict(list)
+    closed: Counter[int] = Counter()
+    for end in ends:
+        owned[end.claim.owner].append(end.claim.sample_id)
+        closed[end.claim.group_id] += 1
+    for owner, ids in owned.items():
+        tx.as_worker(owner)
+        shift(tx, ids, Fate.IN_FLIGHT, Fate.AWAITING_STAGE)  # an owner's group is open
+    made = [stages.create(tx, end.claim, end.keep_stages) for end in ends]
+    groups.count_many(tx, {id: (-n, n * len(tx.settings.stages), 0) for id, n in closed.items()})
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    claim: Claim
+    keep_stages: Kept
+    row: dict[str, Any]
+
+
+def _ending(
+    tx: Tx, claim: Claim, status: str | None = None, finish_reason: str | None = None, keep_stages: Kept = False
+) -> _End:
     tx.as_owner_of(claim)
-    row = _lock_group(tx, claim)
-    # Locked before its tokens are counted: an append or a claim that came between would be counted twice.
-    stored = tx.execute(
-        sa.select(sample.c.finish_reason, sample.c.n_tokens)
-        .where(sample.c.id == claim.sample_id)
-        .with_for_update(key_share=True)
-    ).one()
-    reason = codec.clean_text(finish_reason, 100) if finish_reason else stored.finish_reason
-    new = (
-        choice("status", status, SampleStatus)
-        if status
-        else SampleStatus.TRUNCATED
-        if reason == "length"
-        else SampleStatus.COMPLETED
-    )
-    if new not in FINISHED:
+    given = None if status is None else choice("status", status, SampleStatus).value
+    if given is not None and given not in FINISHED:
         raise InvalidSetting("status", status, " | ".join(FINISHED))
-    if stored.n_tokens == 0:
+    reason = codec.clean_text(finish_reason, 100) if finish_reason else None
+    row = {
+        "sample_id": claim.sample_id, "owner": claim.owner, "attempt": claim.attempt, "group_id": claim.group_id,
+        "run_id": tx.run_id, "status": given, "reason": reason,
+    }  # fmt: skip
+    return _End(claim, keep_stages, row)
+
+
+def _not_finished(tx: Tx, claim: Claim, given: str | None, reason: str | None) -> None:
+    """A finish changed no row: the same end again is a repetition and passes, everything else says why not."""
+    row = tx.execute(st.OWNED, {"sample_id": claim.sample_id}).one_or_none()
+    if row is None or (row.run_id, row.group_id) != (tx.run_id, claim.group_id):
+        raise NotInRun("sample", [claim.sample_id])  # a claim that was put together by hand
+    if row.n_tokens == 0:
         _require_owner(tx, claim)  # after a requeue there are no tokens either, but that is not the caller's fault
         raise InvalidSegment("a sample without tokens cannot finish; release or fail it", field="tokens")
-    with tx.moving(samples=[claim.sample_id]):
-        changed = tx.execute(
-            st.FINISH,
-            {
-                "sample_id": claim.sample_id,
-                "b_owner": claim.owner,
-                "fence": claim.attempt,
-                "new_status": new.value,
-                "reason": reason,
-            },
-        ).rowcount
-    if changed != 1:
-        # the same end again is a repetition; FAILED: its reward could not be had meanwhile
-        _ended_before(tx, claim, new, SampleStatus.FAILED)
-        return stages.owned_by(tx, claim.sample_id, claim.owner) if keep_stages else []
-    made = stages.create(tx, claim, keep_stages)
-    groups.count(tx, row.id, n_open=-1, n_unscored=len(tx.settings.stages))
-    return made
+    length = (reason or row.finish_reason) == "length"
+    ended = given or (SampleStatus.TRUNCATED if length else SampleStatus.COMPLETED)
+    _ended_before(tx, claim, ended, SampleStatus.FAILED)  # FAILED: its reward could not be had meanwhile
 
 
 def release(tx: Tx, claim: Claim, reason: str, tokens_lost: int = 0) -> None:
@@ -278,7 +359,7 @@ def release(tx: Tx, claim: Claim, reason: str, tokens_lost: int = 0) -> None:
     if changed != 1:
         _ended_before(tx, claim, *CLAIMABLE)
         return
-    shift(tx, claim.sample_id, Fate.IN_FLIGHT, Fate.RESUMABLE)
+    shift(tx, [claim.sample_id], Fate.IN_FLIGHT, Fate.RESUMABLE)
     tx.event(
         "release", reason, worker_id=claim.owner, sample_id=claim.sample_id, group_id=claim.group_id,
         tokens=claim.n_tokens, details={"tokens_lost": tokens_lost} if tokens_lost else None,
@@ -314,76 +395,106 @@ def fail(tx: Tx, claim: Claim, error: str, backoff_s: float = 1.0) -> str:
         return str(tx.execute(sa.select(sample.c.status).where(sample.c.id == claim.sample_id)).scalar())
     tx.event("fail", said, worker_id=claim.owner, sample_id=claim.sample_id, group_id=claim.group_id)
     if last:
+        forks = rollouts.fail_forks(tx, claim.sample_id)
+        groups.count(tx, claim.group_id, n_open=-forks, n_failed=forks)
         groups.gave_up(tx, claim.group_id, n_open=-1)
     return status.value
 
 
-def begin_request(tx: Tx, claim: Claim, rid: str, engine: str | None, temperature: float | None, resumes: bool) -> None:
-    """Record that an engine is asked to go on with a claimed sample. `resumes`: from tokens of an earlier request."""
-    tx.as_owner_of(claim)
-    if tx.execute(sa.select(request.c.id).where(request.c.rid == rid)).scalar() is not None:
-        return
-    _require_owner(tx, claim)
-    tx.execute(
-        sa.insert(request).values(
-            run_id=tx.run_id, rid=rid, sample_id=claim.sample_id, incarnation=claim.incarnation, attempt=claim.attempt,
-            worker_id=claim.owner, engine=engine, temperature=temperature, started_at=db_now(),
-            resumed_tokens=claim.n_tokens if resumes else 0,
-        )
-    )  # fmt: skip
-    if resumes:
+def begin_request(
+    tx: Tx, claim: Claim, rid: str, engine: str | None, temperature: float | None, resumes: bool,
+    seed: int | None = None, greedy: bool = False,
+) -> None:  # fmt: skip
+    """Record that an engine is asked to go on with a claimed sample. `resumes`: from tokens of an earlier request;
+    seed, greedy: how it draws."""
+    begin_many(tx, [((claim, rid, engine, temperature, resumes, seed, greedy), {})])
+
+
+def begin_many(tx: Tx, calls: Sequence[Call]) -> list[None]:
+    """`begin_request` for several samples, each of them once. Raises Contested if the database refuses one."""
+    begun = [_beginning(tx, *args, **kwargs) for args, kwargs in calls]
+    if rq.BEGIN.execute(tx.connection, [row for _, row in begun]) != len(begun):
+        if len(begun) > 1:
+            raise Contested
+        ((claim, row),) = begun
+        if tx.execute(rq.OF, {"of_rid": row["rid"]}).scalar() is None:
+            _require_owner(tx, claim)  # says whose it is now
+        return [None]  # a repetition
+    resumed = [claim for claim, row in begun if row["resumes"]]
+    if resumed:
         tx.execute(
-            sa.update(sample)
-            .where(sample.c.id == claim.sample_id, sample.c.attempt == claim.attempt)
-            .values(n_resumes=sample.c.n_resumes + 1)
+            st.COUNT_RESUME,
+            [{"sample_id": c.sample_id, "b_owner": c.owner, "fence": c.attempt} for c in resumed],
         )
+    for claim in resumed:
         tx.event(
-            "resume",
-            None,
-            worker_id=claim.owner,
-            sample_id=claim.sample_id,
-            group_id=claim.group_id,
+            "resume", None, worker_id=claim.owner, sample_id=claim.sample_id, group_id=claim.group_id,
             tokens=claim.n_tokens,
-        )
+        )  # fmt: skip
+    return [None] * len(begun)
+
+
+def _beginning(
+    tx: Tx,
+    claim: Claim,
+    rid: str,
+    engine: str | None,
+    temperature: float | None,
+    resumes: bool,
+    seed: int | None = None,
+    greedy: bool = False,
+) -> tuple[Claim, dict[str, Any]]:
+    tx.as_owner_of(claim)
+    return claim, {
+        "rid": rid, "sample_id": claim.sample_id, "worker_id": claim.owner, "attempt": claim.attempt,
+        "incarnation": claim.incarnation, "engine": engine, "temperature": temperature,
+        "resumed_tokens": claim.n_tokens if resumes else 0, "resumes": resumes,
+        "sampling_seed": seed, "greedy": int(greedy),
+    }  # fmt: skip
 
 
 def end_request(tx: Tx, info: RequestInfo) -> None:
     """Close a request's row: generated = stored + lost(reason). No fence: what an engine did is a fact, also when
     its tokens came too late."""
-    for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "retractions"):
-        if (value := getattr(info, name)) is not None:
-            whole(name, value)
-    ended = None if info.finish_reason is None else codec.clean_text(info.finish_reason, 100)
-    generated = info.generated_tokens
-    lost = None if generated is None else generated - request.c.stored_tokens
-    tx.execute(
-        sa.update(request)
-        .where(request.c.rid == info.rid, request.c.run_id == tx.run_id)
-        .values(
-            engine=sa.func.coalesce(info.engine, request.c.engine), prompt_tokens=info.prompt_tokens,
-            cached_tokens=info.cached_tokens, generated_tokens=generated, lost_tokens=lost,
-            lost_reason=info.lost_reason, retractions=info.retractions, queue_s=info.queue_s, e2e_s=info.e2e_s,
-            finish_reason=ended, spec=info.spec, finished_at=db_now(),
-        )
-    )  # fmt: skip
+    end_many(tx, [((info,), {})])
 
 
-def attach(tx: Tx, claim: Claim, name: str, array: Any, n_experts: int | None = None) -> None:
-    """Store a named array beside the last segment of a claimed sample. "routed_experts" [rows, layers, top_k] is
-    checked (rows = prompt + response tokens - 1) and narrowed by `n_experts`. Raises InvalidSegment, LeaseLost."""
+def end_many(tx: Tx, calls: Sequence[Call]) -> list[None]:
+    """`end_request` for several requests."""
+    rows = []
+    for (info,), _ in calls:
+        for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "retractions"):
+            if (value := getattr(info, name)) is not None:
+                whole(name, value)
+        ended = None if info.finish_reason is None else codec.clean_text(info.finish_reason, 100)
+        rows.append(
+            {
+                "of_rid": info.rid, "b_run": tx.run_id, "b_engine": info.engine, "b_prompt": info.prompt_tokens,
+                "b_cached": info.cached_tokens, "b_generated": info.generated_tokens, "b_lost": info.lost_reason,
+                "b_retractions": info.retractions, "b_queue_s": info.queue_s, "b_e2e_s": info.e2e_s,
+                "b_reason": ended, "b_spec": info.spec,
+            }
+        )  # fmt: skip
+    tx.execute(rq.END, rows)
+    return [None] * len(rows)
+
+
+def attach(
+    tx: Tx, claim: Claim, name: str, array: Any, n_experts: int | None = None, first_row: int | None = None
+) -> None:
+    """Store a named array (see samplestore.arrays) beside the last segment of a claimed sample: an array, or one that
+    `arrays.prepare` or `run.prepare_array` has made. Its last row is of the last token; of "routed_experts", which
+    `n_experts` narrows, of the last but one. first_row: the token of prompt and response that its first row must be of,
+    where the caller knows. Raises InvalidSegment, LeaseLost."""
     tx.as_owner_of(claim)
     row = _require_owner(tx, claim)
     if row.n_segments == 0:
         raise InvalidSegment("an array needs a segment to stand beside", field=name)
-    if name == "routed_experts":
-        if n_experts is None:
-            raise InvalidSegment("routed_experts needs n_experts", field=name)
-        array = codec.pack_experts(
-            array, n_experts, prompt_tokens=int(claim.prompt_ids.size), response_tokens=row.n_tokens
-        )
-    dtype, shape, data = codec.encode_array(np.asarray(array))
-    key = {"sample_id": claim.sample_id, "incarnation": claim.incarnation, "seq": row.n_segments - 1, "name": name}
-    tx.execute(sa.delete(segment_array).filter_by(**key))
-    tx.execute(
-        sa.insert(segment_array).values(**key, dtype=dtype, shape=shape, codec="raw", data=data, created_at=db_now())
-    )
+    made = array if isinstance(array, arrays.Prepared) else arrays.prepare(name, array, n_experts)
+    prompt_tokens = int(claim.prompt_ids.size)
+    if first_row is None and name == arrays.EXPERTS:
+        first_row = 0
+    given = None if first_row is None else whole("first_row", first_row)
+    wanted = None if given is None else arrays.last_row(name, prompt_tokens, row.n_tokens) - given
+    arrays.require_rows(made, prompt_tokens, row.n_tokens, wanted)
+    store_array(tx, claim.sample_id, claim.incarnation, row.n_segments - 1, made)

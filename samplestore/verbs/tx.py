@@ -8,19 +8,24 @@ other in a circle. A verb may run again (lost connection, deadlock), so it touch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from itertools import islice
+from typing import Any, Protocol, TypeVar, overload
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from samplestore import codec
+from samplestore.arrayfiles import ArrayFiles
 from samplestore.clock import db_now
+from samplestore.driver import Answer
 from samplestore.engine import Database
 from samplestore.errors import NotInRun, WorkerDead
 from samplestore.models import Event, Run, SampleGroup, Worker
 from samplestore.statements import ledger
+from samplestore.statements.lists import among
+from samplestore.statements.prepared import Prepared
 from samplestore.states import Fate, WorkerState
 from samplestore.types import Claim, RunSettings, StageClaim
 
@@ -28,7 +33,40 @@ run, group, worker, event = (t.__table__ for t in (Run, SampleGroup, Worker, Eve
 
 T = TypeVar("T")
 Key = tuple[str, str, int]  # fate, reason, version
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a verb is called with, after the transaction
 SHARED = 0  # ledger rows that belong to no live worker
+LOCK_GROUPS = (
+    sa.select(group)
+    .where(group.c.id.in_(sa.bindparam("ids", expanding=True)))
+    .order_by(group.c.id)
+    .with_for_update(key_share=True)
+)
+WORKER_STATE = Prepared(
+    sa.select(worker.c.state)
+    .where(worker.c.id == sa.bindparam("of_worker"), worker.c.run_id == sa.bindparam("b_run"))
+    .with_for_update(read=True)
+)
+HOLD_SAMPLES = Prepared(
+    sa.select(ledger.sample.c.id)
+    .where(among(ledger.sample.c.id, "ids"))
+    .order_by(ledger.sample.c.id)
+    .with_for_update(key_share=True)
+)
+EVENT = ("run_id", "kind", "reason", "worker_id", "group_id", "sample_id", "step", "version", "tokens", "details")
+INSERT_EVENT = Prepared(sa.insert(event).values(at=db_now()), EVENT)
+PART = 500  # ids a statement: SQLite takes 32,766 bound values, PostgreSQL 65,535
+REMEMBERED = 100  # events of a kind among which a repetition is looked for; a retry comes within a minute
+
+
+def in_parts(ids: Iterable[int]) -> Iterator[list[int]]:
+    """The ids in the order of locks, as many at a time as a statement takes."""
+    waiting = iter(sorted(set(ids)))
+    while part := list(islice(waiting, PART)):
+        yield part
+
+
+class Contested(Exception):
+    """One of several writes was refused, and which one can't be told: take the transaction back, do each alone."""
 
 
 class Tx:
@@ -37,12 +75,24 @@ class Tx:
         self.worker_id = SHARED
         self._deltas: Counter[tuple[int, Key]] = Counter()
         self._events: list[dict[str, Any]] = []
+        self._held: set[int] = set()  # groups
 
-    def execute(self, statement: Any, parameters: Any = None) -> sa.CursorResult[Any]:
+    @overload
+    def execute(self, statement: Prepared, parameters: Any = None) -> Answer: ...
+
+    @overload
+    def execute(self, statement: sa.Executable, parameters: Any = None) -> sa.CursorResult[Any]: ...
+
+    def execute(self, statement: Any, parameters: Any = None) -> Any:
+        if isinstance(statement, Prepared):
+            return statement.execute(self.connection, parameters)
         return self.connection.execute(statement, parameters)
 
     def rows(self, statement: Any, parameters: Any = None) -> Sequence[Any]:
-        return self.connection.execute(statement, parameters).fetchall()
+        if isinstance(statement, Prepared):
+            return statement.rows(self.connection, parameters)
+        found: Sequence[Any] = self.execute(statement, parameters).fetchall()
+        return found
 
     def as_worker(self, worker_id: int) -> None:
         """Ledger entries from here on go to this worker's rows: no two processes fight for one."""
@@ -59,11 +109,7 @@ class Tx:
         """Lock the worker's row against a reap and check it. Without, a claim that commits during a reap would be
         owned by a worker that no longer exists. Raises WorkerDead."""
         self.as_worker(worker_id)
-        state = self.execute(
-            sa.select(worker.c.state)
-            .where(worker.c.id == worker_id, worker.c.run_id == self.run_id)
-            .with_for_update(read=True)
-        ).scalar()
+        state = self.execute(WORKER_STATE, {"of_worker": worker_id, "b_run": self.run_id}).scalar()
         if state != WorkerState.LIVE:
             raise WorkerDead(worker_id)
 
@@ -72,13 +118,22 @@ class Tx:
         return self.execute(sa.select(run).where(run.c.id == self.run_id).with_for_update(key_share=True)).one()
 
     def lock_groups(self, ids: Sequence[int]) -> dict[int, sa.Row[Any]]:
-        found = self.rows(
-            sa.select(group)
-            .where(group.c.id.in_(sorted(set(ids))))
-            .order_by(group.c.id)
-            .with_for_update(key_share=True)
-        )
+        found = self.rows(LOCK_GROUPS, {"ids": sorted(set(ids))})
         return {row.id: row for row in found}
+
+    def hold_groups(self, ids: Iterable[int]) -> None:
+        """Lock groups whose rows the caller has no use for, unless this transaction holds them. On SQLite it holds the
+        whole database."""
+        wanted = sorted(set(ids) - self._held)
+        if wanted and self.connection.dialect.name != "sqlite":
+            self.lock_groups(wanted)
+        self._held.update(wanted)
+
+    def hold_samples(self, ids: Iterable[int]) -> None:
+        """Lock samples in their order, for a transaction that will write them in another. See hold_groups."""
+        wanted = sorted(set(ids))
+        if len(wanted) > 1 and self.connection.dialect.name != "sqlite":
+            self.rows(HOLD_SAMPLES, {"ids": wanted})
 
     def lock_samples_of(self, group_ids: Sequence[int]) -> None:
         """Lock all samples of (locked) groups before counting what they hold. Appends and claims lock no group: one
@@ -127,20 +182,35 @@ class Tx:
     # -- events
 
     def event(self, kind: str, reason: str | None = None, **fields: Any) -> None:
-        blank = dict.fromkeys(("worker_id", "group_id", "sample_id", "step", "version", "tokens", "details"))
+        blank = dict.fromkeys(EVENT)
         said = None if reason is None else codec.clean_text(reason)
         self._events.append({**blank, **fields, "run_id": self.run_id, "kind": kind, "reason": said})
 
+    def done_before(self, kind: str, call: str | None) -> dict[str, Any] | None:
+        """The event that this very call left when it ran before and its acknowledgement was lost; None: it did not.
+        For verbs that change something else each time; `call` is made once by whoever repeats the closure."""
+        if call is None:
+            return None
+        recent = self.rows(
+            sa.select(event.c.version, event.c.details)
+            .where(event.c.run_id == self.run_id, event.c.kind == kind)
+            .order_by(event.c.at.desc(), event.c.id.desc())
+            .limit(REMEMBERED)
+        )
+        found = (row for row in recent if (row.details or {}).get("call") == call)
+        return next((dict(row._mapping) for row in found), None)
+
     def flush(self) -> None:
+        """Write the ledger and the events. Reads no answer."""
         rows = [
             {"run_id": self.run_id, "worker_id": w, "fate": f, "reason": r, "version": v, "amount": amount}
             for (w, (f, r, v)), amount in sorted(self._deltas.items())
             if amount
         ]
         if rows:
-            self.execute(ledger.upsert(self.connection.dialect.name), rows)
+            self.execute(ledger.ADD[self.connection.dialect.name], rows)
         if self._events:
-            self.execute(sa.insert(event).values(at=db_now()), self._events)
+            self.execute(INSERT_EVENT, self._events)
         self._deltas.clear()
         self._events.clear()
 
@@ -152,5 +222,7 @@ class Transactor(Protocol):
     id: int
     name: str
     settings: RunSettings
+
+    def array_files(self) -> ArrayFiles: ...
 
     def transact(self, work: Callable[[Tx], T], *, durable: bool = False) -> T: ...

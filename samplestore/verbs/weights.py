@@ -12,14 +12,16 @@ from samplestore import codec
 from samplestore.clock import db_now
 from samplestore.errors import InvalidSetting, LeaseLost, SampleStoreError
 from samplestore.models import EngineRow, Run, WeightVersionRow
-from samplestore.states import RunState
-from samplestore.types import WeightVersion, choice, plain_text, whole
-from samplestore.verbs import groups
+from samplestore.states import RolloutMode, RunState
+from samplestore.types import EngineFacts, WeightVersion, choice, plain_text, whole
+from samplestore.verbs import flow, stale
 from samplestore.verbs.tx import Tx
 
 run, version, engine = Run.__table__, WeightVersionRow.__table__, EngineRow.__table__
 
 FIRST_LABEL = "default"  # what an SGLang engine reports until it is told a version
+MAX_COUNTER = 2**53  # beyond it a counter that was sent as a float is not exact, and no engine comes near
+KNOWN = engine.c.state != sa.literal_column("'gone'")  # literal: SQLite finds the row by its partial index only then
 
 
 def as_version(row: Any) -> WeightVersion:
@@ -30,21 +32,25 @@ def row_of(tx: Tx, number: int) -> Any:
     return tx.execute(sa.select(version).where(version.c.run_id == tx.run_id, version.c.version == number)).one()
 
 
-def publish(tx: Tx, path: str | None = None, step: int | None = None, label: str | None = None) -> WeightVersion:
+def publish(
+    tx: Tx, path: str | None = None, step: int | None = None, label: str | None = None, call: str | None = None
+) -> WeightVersion:
     """Announce new weights: they become the run's current version. Repeating the call of one step and path on one
-    timeline is harmless. `label`: what engines report for them; made up if not given, unique within the run."""
+    timeline is harmless. Raises InvalidSetting.
+
+    label   what engines report for them; made up if not given, unique within the run
+    call    names this call, so that without a step too its repetition after a lost acknowledgement is known
+    """
     path = None if path is None else plain_text("path", os.fspath(path))
     step = None if step is None else whole("step", step)
     label = None if label is None else plain_text("label", label, 200)
     row = tx.lock_run()
     last = row_of(tx, row.current_version)
+    if (before := tx.done_before("publish", call)) is not None:
+        return as_version(row_of(tx, before["version"]))
     if step is not None and (known := _published(tx, row.timeline, step, path)) is not None:
         return as_version(known)
-    taken = tx.execute(
-        sa.select(version.c.version).where(version.c.run_id == tx.run_id, version.c.label == label)
-    ).scalar()
-    if taken is not None:
-        raise InvalidSetting("label", label, f"one that version {taken} does not have")
+    _require_free(tx, label)
     number = row.last_version + 1
     made = {
         "run_id": tx.run_id, "version": number, "timeline": row.timeline, "parent": last.version, "step": step,
@@ -53,9 +59,22 @@ def publish(tx: Tx, path: str | None = None, step: int | None = None, label: str
     }  # fmt: skip
     tx.execute(sa.insert(version).values(created_at=db_now(), **made))
     tx.execute(sa.update(run).where(run.c.id == tx.run_id).values(current_version=number, last_version=number))
-    groups.expire(tx)
-    tx.event("publish", None, step=step, version=number, details={"path": path, "label": made["label"]})
+    # other weights: what failed was not these
+    tx.execute(
+        sa.update(engine)
+        .where(engine.c.run_id == tx.run_id, KNOWN, engine.c.not_before > 0.0)
+        .values(not_before=0.0, failures=0)
+    )
+    stale.sweep(tx)
+    tx.event("publish", None, step=step, version=number, details={"path": path, "label": made["label"], "call": call})
     return as_version(row_of(tx, number))
+
+
+def _require_free(tx: Tx, label: str | None) -> None:
+    """Raises InvalidSetting for a label that another version of the run has: engines could not tell them apart."""
+    taken = _version_of(tx, label)
+    if taken is not None:
+        raise InvalidSetting("label", label, f"one that version {taken} does not have")
 
 
 def _published(tx: Tx, timeline: int, step: int, path: str | None) -> Any:
@@ -72,52 +91,175 @@ def _published(tx: Tx, timeline: int, step: int, path: str | None) -> Any:
 
 
 def describe_first(tx: Tx, path: str | None, label: str) -> None:
-    """Say where version 0 comes from: the weights that engines start with."""
+    """Say where version 0 comes from: the weights that engines start with. Raises InvalidSetting."""
+    path = None if path is None else plain_text("path", os.fspath(path))
+    label = plain_text("label", label, 200)
+    tx.lock_run()
+    if _version_of(tx, label) != 0:
+        _require_free(tx, label)
     tx.execute(
         sa.update(version).where(version.c.run_id == tx.run_id, version.c.version == 0).values(path=path, label=label)
     )
 
 
-def see_engine(tx: Tx, url: str, label: str | None) -> dict[str, Any]:
+def see_engine(
+    tx: Tx, url: str, label: str | None, *, facts: EngineFacts | None = None, counter_seen_at: float | None = None
+) -> dict[str, Any]:
     """Record an engine and what it reports. A label that no version of this run has leaves its version unknown.
-    Raises SampleStoreError where the engine belongs to another run that is alive."""
+
+    facts            what else it told; None in it keeps what is known
+    counter_seen_at  counter_base, asked before the engine was: its counter is added up only if nobody else's reading
+                     came between, or tokens would count twice
+    Returns the engine's row. Raises InvalidSetting, SampleStoreError where it belongs to another run that is alive.
+    """
     label = None if label is None else codec.clean_text(label, 200)
-    row = tx.execute(
-        sa.select(engine).where(engine.c.url == url, engine.c.state != "gone").with_for_update(key_share=True)
-    ).one_or_none()
-    number = None if label is None else tx.execute(
-        sa.select(version.c.version).where(version.c.run_id == tx.run_id, version.c.label == label)
-    ).scalar()  # fmt: skip
-    if row is not None and row.run_id != tx.run_id:
+    row = _engine_locked(tx, url)
+    number = _version_of(tx, label)
+    new: dict[str, Any] = {}
+    if (row.label, row.version) != (label, number):
+        new = {"label": label, "version": number, "updated_at": db_now()}
+        if row.state == "failed" and row.label and label:
+            new |= {"failures": 0, "not_before": 0.0}  # other weights: what failed was not these
+    if facts is not None:
+        told = {
+            "context_length": facts.context_length, "running": facts.running, "queued": facts.queued,
+            "release": None if facts.release is None else codec.clean_text(facts.release, 100),
+        }  # fmt: skip
+        for name in ("context_length", "running", "queued"):
+            whole(name, told[name]) if told[name] is not None else None
+        new |= {name: value for name, value in told.items() if value is not None and value != row._mapping[name]}
+        if facts.counter is not None and counter_seen_at == row.counter_at:
+            new |= _counted(row, whole("counter", facts.counter, 0, MAX_COUNTER))
+    if new:
+        row = tx.execute(sa.update(engine).where(engine.c.id == row.id).values(**new).returning(engine)).one()
+    return dict(row._mapping)
+
+
+def _engine_locked(tx: Tx, url: str) -> Any:
+    """The row of an engine that is this run's, or is nobody's and becomes it; locked."""
+    query = sa.select(engine).where(engine.c.url == url, KNOWN).with_for_update(key_share=True)
+    row = tx.execute(query).one_or_none()
+    if row is None:
+        # two workers see a new engine at the same moment
+        insert: Any = postgresql.insert if tx.connection.dialect.name == "postgresql" else sqlite.insert
+        new = insert(engine).values(run_id=tx.run_id, url=url, created_at=db_now(), updated_at=db_now())
+        tx.execute(new.on_conflict_do_nothing(index_elements=["url"], index_where=sa.text("state <> 'gone'")))
+        row = tx.execute(query).one()
+    if row.run_id != tx.run_id:
         name = tx.execute(sa.select(run.c.name).where(run.c.id == row.run_id)).scalar()
         raise SampleStoreError(
             f"engine {url} belongs to run {name!r}; an engine serves one run's weights. "
             f"Give it back with: samplestore engines forget {url}"
         )
-    values = {"label": label, "version": number, "updated_at": db_now()}
+    return row
+
+
+def _version_of(tx: Tx, label: str | None) -> int | None:
+    if label is None:
+        return None
+    return tx.execute(
+        sa.select(version.c.version).where(version.c.run_id == tx.run_id, version.c.label == label)
+    ).scalar()
+
+
+def _counted(row: Any, counter: int) -> dict[str, Any]:
+    """A reading of an engine's counter, taken in. The first is the base: what came before was not for this run. A
+    lower one than before is that of a new process, which began at 0. counter_at rises even where the clock stands
+    still or goes back: two readings on the same base would both count."""
+    before = row.counter
+    step = 0 if before is None else counter - before if counter >= before else counter
+    at = db_now() if row.counter_at is None else sa.case(
+        (db_now() > row.counter_at, db_now()), else_=row.counter_at + 0.001
+    )  # fmt: skip
+    return {"counter": counter, "counter_at": at, "generated_tokens": row.generated_tokens + step}
+
+
+def known_engine(connection: Tx | sa.Connection, url: str) -> tuple[str | None, int | None]:
+    """(label, owner): what an engine reported when it was last looked at, by whomever, and who drives its update."""
+    row = connection.execute(sa.select(engine.c.label, engine.c.owner).where(engine.c.url == url, KNOWN)).one_or_none()
+    return (None, None) if row is None else (row.label, row.owner)
+
+
+def counter_base(connection: Tx | sa.Connection, url: str) -> float | None:
+    """What see_engine needs as counter_seen_at; take it before the engine is asked."""
+    at = connection.execute(sa.select(engine.c.counter_at).where(engine.c.url == url, KNOWN)).scalar()
+    return None if at is None else float(at)
+
+
+def failed_engines(connection: Tx | sa.Connection, run_id: int) -> list[str]:
+    """URLs of a run's engines that failed: to be looked at also where the router lists them no more."""
+    failed = (engine.c.run_id == run_id) & (engine.c.state == "failed") & KNOWN
+    return list(connection.execute(sa.select(engine.c.url).where(failed).order_by(engine.c.url)).scalars())
+
+
+def engine_broken(tx: Tx, worker_id: int, url: str, error: str, label: str | None = None) -> bool:
+    """An engine turned out to be unfit, seen by a worker that does not drive its update: it fails, until an update of
+    it succeeds or engine_recovered says that it is fit again.
+
+    label   under which weights that was seen; if it reports others by now, nothing is done
+    Returns whether this changed anything: many samples find the same engine broken, and that is one failure.
+    """
+    known = engine.c.label == codec.clean_text(label, 200) if label is not None else sa.true()
+    failures = engine.c.failures + 1
+    row = tx.execute(
+        sa.update(engine)
+        .where(engine.c.run_id == tx.run_id, engine.c.url == url, KNOWN, known)
+        # failures is 0 where a failed engine got other weights, which are now found unfit too
+        .where(sa.or_(engine.c.state != "failed", engine.c.failures == 0))
+        .values(
+            state="failed", failures=failures, error=codec.clean_text(error), not_before=_backoff(failures),
+            updated_at=db_now(),
+        )
+        .returning(engine.c.version, engine.c.label)
+    ).one_or_none()  # fmt: skip
     if row is None:
-        # two workers see a new engine at the same moment
-        insert: Any = postgresql.insert if tx.connection.dialect.name == "postgresql" else sqlite.insert
-        new = insert(engine).values(run_id=tx.run_id, url=url, created_at=db_now(), **values)
-        tx.execute(new.on_conflict_do_nothing(index_elements=["url"], index_where=sa.text("state <> 'gone'")))
-    elif (row.label, row.version) != (label, number):
-        tx.execute(sa.update(engine).where(engine.c.id == row.id).values(**values))
-    return dict(tx.execute(sa.select(engine).where(engine.c.url == url, engine.c.state != "gone")).one()._mapping)
+        return False
+    tx.event("engine_failed", error, worker_id=worker_id, version=row.version, details={"url": url, "label": row.label})
+    return True
+
+
+def engine_recovered(tx: Tx, url: str, label: str | None = None) -> bool:
+    """A probe found a failed engine fit again. The back-off of its updates stays: a probe loads no weights.
+
+    label   under which weights it is; if it has others by now, or somebody drives its update, nothing is done
+    Returns whether this changed anything.
+    """
+    known = engine.c.label == codec.clean_text(label, 200) if label is not None else sa.true()
+    row = tx.execute(
+        sa.update(engine)
+        .where(engine.c.run_id == tx.run_id, engine.c.url == url, KNOWN, engine.c.state == "failed", known)
+        .where(engine.c.owner.is_(None))
+        .values(state="live", error=None, updated_at=db_now())
+        .returning(engine.c.version, engine.c.label)
+    ).one_or_none()
+    if row is not None:
+        tx.event("engine_recovered", None, version=row.version, details={"url": url, "label": row.label})
+    return row is not None
+
+
+def _backoff(failures: sa.ColumnElement[int]) -> sa.ColumnElement[float]:
+    """When to try again after so many failures: a second later for each, 30 at most."""
+    return sa.case((failures > 5, db_now() + 30.0), else_=db_now() + failures)
 
 
 def forget_engine(tx: Tx, url: str) -> int:
     """An engine is no longer this run's."""
     return tx.execute(
         sa.update(engine)
-        .where(engine.c.url == url, engine.c.state != "gone")
+        .where(engine.c.url == url, KNOWN)
         .values(state="gone", owner=None, attempt=engine.c.attempt + 1, updated_at=db_now())
     ).rowcount
 
 
 def claim_engine(tx: Tx, worker_id: int, url: str) -> dict[str, Any] | None:
     """Become the one process that brings this engine to the run's current version. None: it serves it already, or
-    somebody else is at it, or it is backing off, or the current weights have no path to load from."""
+    somebody else is at it, or it is backing off, or the current weights have no path to load from, or, in mode sync,
+    samples are in flight."""
     tx.require_live(worker_id)
+    if tx.settings.mode == RolloutMode.SYNC:
+        tx.lock_run()  # before the engine, and against claims: none may come between this look and the update
+        if flow.in_flight(tx):
+            return None
     target = tx.execute(
         sa.select(version)
         .select_from(version.join(run, (run.c.id == version.c.run_id) & (run.c.current_version == version.c.version)))
@@ -130,7 +272,7 @@ def claim_engine(tx: Tx, worker_id: int, url: str) -> dict[str, Any] | None:
         .where(
             engine.c.run_id == tx.run_id,
             engine.c.url == url,
-            engine.c.state != "gone",
+            KNOWN,
             # its own claim again: the answer of the first was lost
             sa.or_(engine.c.owner.is_(None), engine.c.owner == worker_id),
             engine.c.not_before <= db_now(),
@@ -149,11 +291,9 @@ def claim_engine(tx: Tx, worker_id: int, url: str) -> dict[str, Any] | None:
 
 def engine_updated(tx: Tx, held: dict[str, Any], label: str | None, error: str | None = None) -> None:
     """End an engine's update: it serves `label` now, or `error` says why not (it is tried again, ever more slowly).
-    Raises LeaseLost."""
+    Repeating it is harmless. Raises LeaseLost."""
     label = None if label is None else codec.clean_text(label, 200)
-    number = None if label is None else tx.execute(
-        sa.select(version.c.version).where(version.c.run_id == tx.run_id, version.c.label == label)
-    ).scalar()  # fmt: skip
+    number = _version_of(tx, label)
     failures = engine.c.failures + 1
     changed = tx.execute(
         sa.update(engine)
@@ -165,12 +305,16 @@ def engine_updated(tx: Tx, held: dict[str, Any], label: str | None, error: str |
             state="failed" if error else "live",
             failures=failures if error else 0,
             error=None if error is None else codec.clean_text(error),
-            not_before=sa.case((failures > 5, db_now() + 30.0), else_=db_now() + failures) if error else 0.0,
+            not_before=_backoff(failures) if error else 0.0,
             updated_at=db_now(),
         )
     ).rowcount
     if changed != 1:
-        raise LeaseLost("engine", held["engine_id"], held["attempt"])
+        row = tx.execute(sa.select(engine).where(engine.c.id == held["engine_id"])).one()
+        # Whoever else ends an ownership raises attempt: this holder ended it itself, and the answer was lost.
+        if row.owner is None and row.attempt == held["attempt"]:
+            return
+        raise LeaseLost("engine", held["engine_id"], held["attempt"], row.owner, row.attempt)
     tx.event("engine_failed" if error else "weight_update", error, worker_id=held["owner"], version=number,
              details={"url": held["url"], "label": label})  # fmt: skip
 
@@ -181,15 +325,3 @@ def set_state(tx: Tx, state: str, reason: str | None = None) -> None:
     tx.lock_run()
     tx.execute(sa.update(run).where(run.c.id == tx.run_id).values(state=wanted.value))
     tx.event(f"run_{wanted.value}", reason)
-
-
-def abort_inflight(tx: Tx, reason: str) -> int:
-    """Ask workers to abort what is in flight at the engines; they store the partials and release the samples, which
-    stay resumable. Returns the number of the request, which workers follow."""
-    if not reason:
-        raise InvalidSetting("reason", reason, "a few words: why")
-    row = tx.lock_run()
-    said = codec.clean_text(reason, 200)
-    tx.execute(sa.update(run).where(run.c.id == tx.run_id).values(abort_seq=row.abort_seq + 1, abort_reason=said))
-    tx.event("abort_inflight", said)
-    return int(row.abort_seq) + 1

@@ -23,12 +23,14 @@ import samplestore
 from samplestore import errors
 from samplestore.cli import app, exits
 from samplestore.cli.output import printable
+from samplestore.migrations import REVISION
 from samplestore.models import EngineRow
 from tests.cli.conftest import HOSTILE, Cli, Small
 from tests.support.processes import Processes, free_port
 
 HEAVY = {"sqlalchemy", "alembic", "torch", "aiohttp", "streamlit", "pandas", "pydantic", "numpy", "transformers"}
-NESTED = {"db": ("upgrade", "current", "check"), "engines": ("list", "forget"), "config": ("show",)}
+ENGINES = ("list", "pause", "continue", "update", "abort", "release-memory", "resume-memory", "flush-cache", "forget")
+NESTED = {"db": ("upgrade", "current", "check"), "engines": ENGINES, "config": ("show",)}
 COMMANDS = [[name] for name in app.COMMANDS] + [[name, sub] for name, subs in NESTED.items() for sub in subs]
 SCRIPT = [sys.executable, "-m", "samplestore.cli"]
 
@@ -389,10 +391,12 @@ def test_watch_looks_again_until_ctrl_c(processes: Processes, sqlite_url: str) -
 
 def test_upgrade_makes_and_repeats(cli: Cli, tmp_path: Path) -> None:
     answer = cli("db", "upgrade", "--db", "new/rollouts.db")
-    assert answer.code == 0 and answer.out.endswith("rollouts.db: schema revision 0001 (it was without a schema)\n")
+    assert answer.code == 0 and answer.out.endswith(
+        f"rollouts.db: schema revision {REVISION} (it was without a schema)\n"
+    )
     assert sqlite3.connect("new/rollouts.db").execute("SELECT count(*) FROM run").fetchone() == (0,)
     assert cli("db", "upgrade", "--db", "new/rollouts.db").out.endswith("(it was already there)\n")
-    assert cli("db", "current", "--db", "new/rollouts.db", "--json").json["revision"] == "0001"
+    assert cli("db", "current", "--db", "new/rollouts.db", "--json").json["revision"] == REVISION
 
 
 def test_upgrade_of_an_empty_postgres(cli: Cli, postgres_empty_url: str) -> None:

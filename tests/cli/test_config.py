@@ -13,6 +13,7 @@ import pytest
 
 from samplestore.config import ConfigError, WorkerConfig, load_worker_config, sources
 from samplestore.logs import mask, setup_logging
+from samplestore.migrations import REVISION
 from tests.cli.conftest import Cli
 
 FILE = """
@@ -58,7 +59,7 @@ def test_defaults() -> None:
         *(256, 1),
         *(30, 2048),
     )
-    assert (config.poll_seconds, config.drain_timeout_s, config.update_timeout_s) == (0.2, 60, 300)
+    assert (config.poll_seconds, config.drain_timeout_s, config.update_timeout_s) == (0.5, 60, 300)
     assert (config.request_timeout_s, config.abort_timeout_s, config.exit_when_done) == (600, 10, False)
     assert (config.router, config.engines, config.max_new_tokens, config.sampling) == (None, [], None, {})
 
@@ -217,7 +218,7 @@ def test_the_database_comes_from_flag_then_environment_then_file(
     cli: Cli, sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("samplestore.toml").write_text(f'[database]\nurl = "{sqlite_url}"\n')
-    assert cli("db", "current").out.endswith("schema revision 0001 (this samplestore needs 0001)\n")
+    assert cli("db", "current").out.endswith(f"schema revision {REVISION} (this samplestore needs {REVISION})\n")
     monkeypatch.setenv("SAMPLESTORE_DATABASE_URL", "elsewhere.db")
     assert "elsewhere.db" in cli("db", "current").err
     assert cli("db", "current", "--db", sqlite_url.removeprefix("sqlite:///")).code == 0

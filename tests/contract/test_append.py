@@ -13,7 +13,8 @@ from samplestore import Store, codec
 from samplestore.errors import InvalidSegment, InvalidSetting, LeaseLost, SequenceConflict, UnknownVersion
 from samplestore.run import Run
 from samplestore.types import Claim
-from tests.support import factory as f
+
+from ..support import factory as f
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ from samplestore.errors import (
     WorkerDead,
 )
 from samplestore.types import RequestInfo
-from tests.support import factory as f
+
+from ..support import factory as f
 
 
 def test_a_claim_of_another_run_changes_neither(store: Store) -> None:

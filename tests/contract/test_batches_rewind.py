@@ -19,7 +19,8 @@ from samplestore.errors import (
     WorkerFailed,
 )
 from samplestore.run import Run
-from tests.support import factory as f
+
+from ..support import factory as f
 
 
 def ready(store: Store, prompts: int = 4, **settings: object) -> tuple[Run, int, int]:
@@ -258,6 +259,26 @@ def test_rewind_returns_exactly_what_the_checkpoint_has_not_seen(store: Store) -
         assert batch is not None
         assert groups_of(run, batch) == before[step]
         f.commit(run, batch, trainer)
+    assert consumed(run) == before
+    f.sound(run)
+
+
+@pytest.mark.parametrize("stale", ["regenerate", "mask"])
+def test_a_rewind_further_than_the_window_skips_nothing(store: Store, stale: str) -> None:
+    """Where the run's policy closes nothing. "expire" closes what is now beyond the window, and says so."""
+    run, worker, trainer = trained(store, 6, stale=stale)
+    run.admit()
+    f.finish_all(run, worker)  # one that is ready, and no batch has taken
+    before = consumed(run)
+    run.rewind(0)
+    assert "stale" not in f.states(run)
+    f.sound(run)
+    for step in range(1, 6):
+        f.finish_all(run, worker)
+        batch = f.lease(run, trainer, step, 1)
+        assert batch is not None
+        f.commit(run, batch, trainer)
+        run.publish_weights(path=f"/again/{step}", step=step)
     assert consumed(run) == before
     f.sound(run)
 

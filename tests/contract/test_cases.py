@@ -14,7 +14,8 @@ import pytest
 from samplestore import Store, codec
 from samplestore.advantages import advantages
 from samplestore.errors import InvalidSegment, LeaseLost
-from tests.support import factory as f
+
+from ..support import factory as f
 
 CASES: dict[str, dict[str, Any]] = {
     c["id"]: c for c in json.loads((Path(__file__).parents[1] / "data" / "cases.json").read_text())["cases"]
@@ -105,7 +106,7 @@ def test_surplus_kept(store: Store) -> None:
     run = f.make_run(store, prompts=1, samples_per_prompt=1, groups_per_step=n, max_staleness=0, epochs=None)
     assert len(f.states(run)) == n
     # 1,536 answers of one token, as the verbs would have left them; the checks at the end would see a slip
-    payload = codec.encode(codec.as_ids([5]), codec.as_logprobs([-0.5], 1, required=True))
+    payload = codec.encode_many([(codec.as_ids([5]), codec.as_logprobs([-0.5], 1, required=True))], [[-0.5]])[0][0]
     f.execute(
         run,
         "INSERT INTO segment (sample_id, incarnation, seq, start, n_tokens, kind, loss, version_min, version_max, "

@@ -6,7 +6,8 @@ import pytest
 
 from samplestore import Store
 from samplestore.errors import LeaseLost, WorkerDead
-from tests.support import factory as f
+
+from ..support import factory as f
 
 
 def test_siblings_go_together_in_creation_order(store: Store) -> None:
@@ -26,6 +27,28 @@ def test_a_claim_carries_its_prompt(store: Store) -> None:
     (claim,) = run.claim(f.register(run), 1)
     assert (claim.prompt_ids.tolist(), claim.label, claim.metadata) == ([5, 6], {"answer": [1]}, {"k": "v"})
     assert claim.prompt_ids.dtype == "int32"
+
+
+def test_siblings_share_no_values(store: Store) -> None:
+    """An episode that adds to its messages must not add to those of its siblings, nor to what a trainer reads."""
+    run = store.run("r", samples_per_prompt=2, groups_per_step=1)
+    run.add_prompts(
+        [{"messages": [{"role": "user", "content": "x"}], "prompt_ids": [5], "label": [1], "metadata": {"k": ["v"]}}]
+    )
+    run.admit()
+    one, other = run.claim(f.register(run), 2)
+    said = repr((other.prompt, other.label, other.metadata))
+    one.prompt.append({"role": "assistant", "content": "y"})
+    one.label.append(2)
+    one.metadata["k"].append("w")
+    assert repr((other.prompt, other.label, other.metadata)) == said
+    for claim in (one, other):
+        f.answer(run, claim)
+    with run.batch(step=0, timeout=30) as batch:
+        first, second = batch.samples
+        first.metadata["k"].append("w")
+        first.label.append(2)
+        assert (second.label, second.metadata) == ([1], {"k": ["v"]})
 
 
 def test_resumable_samples_come_first_with_their_tokens(store: Store) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from samplestore import Store
 from samplestore.errors import InvalidTransition, LeaseLost, NotInRun
-from tests.support import factory as f
+
+from ..support import factory as f
 
 
 def test_the_last_finish_makes_the_group_ready(store: Store) -> None:

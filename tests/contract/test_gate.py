@@ -13,8 +13,9 @@ import pytest
 import samplestore
 from samplestore.errors import StoreBusy
 from samplestore.gate import Gate
-from tests.support import factory as f
-from tests.support.processes import Process, Processes
+
+from ..support import factory as f
+from ..support.processes import Process, Processes
 
 HOLDER = """
 import signal, sys

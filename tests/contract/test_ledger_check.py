@@ -13,7 +13,8 @@ from samplestore import Store, states
 from samplestore.run import Run
 from samplestore.statements import ledger
 from samplestore.types import RequestInfo
-from tests.support import factory as f
+
+from ..support import factory as f
 
 
 @pytest.fixture
@@ -159,7 +160,7 @@ def test_fate_is_one_rule_in_python_and_in_sql(store: Store) -> None:
                 {"s": s.value, "o": 1 if owned else None, "i": int(old), "id": claim.sample_id},
             )
             connection.execute(sa.text("UPDATE sample_group SET state = :g, reason = 'why'"), {"g": g.value})
-            (row,) = connection.execute(ledger.OF_SAMPLES, {"ids": [claim.sample_id]}).all()
+            (row,) = ledger.OF_SAMPLES.rows(connection, {"ids": [claim.sample_id]})
             expected = states.fate(g, s, owned, old)
             assert row.fate == expected, (g, s, owned, old)
             assert row.reason == ("why" if expected == states.Fate.DROPPED else ""), (g, s, owned, old)

@@ -10,7 +10,8 @@ from samplestore import Store
 from samplestore.errors import LeaseLost, WorkerDead
 from samplestore.heart import Heart
 from samplestore.verbs import weights
-from tests.support import factory as f
+
+from ..support import factory as f
 
 
 def test_a_heartbeat_tells_what_to_follow(store: Store) -> None:

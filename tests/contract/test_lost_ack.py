@@ -14,20 +14,22 @@ import pytest
 
 from samplestore import Store
 from samplestore.engine import Database
+from samplestore.errors import LeaseLost
 from samplestore.run import Run
 from samplestore.types import RequestInfo
 from samplestore.verbs import weights
-from tests.support import factory as f
+
+from ..support import factory as f
 
 
 @contextmanager
 def lost_acknowledgements(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     original, repeated = Database.write, [0]
 
-    def write(self: Database, work: Callable[[Any], Any], *, durable: bool = False) -> Any:
-        original(self, work, durable=durable)
+    def write(self: Database, work: Callable[[Any], Any], **how: Any) -> Any:
+        original(self, work, **how)
         repeated[0] += 1
-        return original(self, work, durable=durable)
+        return original(self, work, **how)
 
     with monkeypatch.context() as patch:
         patch.setattr(Database, "write", write)
@@ -214,4 +216,50 @@ def test_a_group_commit_may_run_twice(store: Store, monkeypatch: pytest.MonkeyPa
         writer.close()
     assert f.states(run) == ["ready"] * 4
     assert run.ledger()["generated"] == 16
+    f.sound(run)
+
+
+def test_an_engine_update_may_be_ended_twice(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = f.make_run(store)
+    worker = f.register(run)
+    run.transact(lambda tx: weights.see_engine(tx, "http://e", "default"))
+    label = run.publish_weights(path="/w/1", step=1).label
+    with lost_acknowledgements(monkeypatch):
+        held = run.transact(lambda tx: weights.claim_engine(tx, worker, "http://e"))
+        assert held is not None, "its own claim again"
+        run.transact(lambda tx: weights.engine_updated(tx, held, label))
+    assert [r["version"] for r in f.rows(run, "SELECT version FROM engine WHERE owner IS NULL")] == [1]
+    assert len(f.events(run, "weight_update")) == 1
+    run.transact(lambda tx: weights.forget_engine(tx, "http://e"))
+    with pytest.raises(LeaseLost):
+        run.transact(lambda tx: weights.engine_updated(tx, held, label))
+
+
+@pytest.mark.parametrize("ended", ["stop", "abort"])
+def test_the_end_of_a_reply_may_be_written_twice(store: Store, monkeypatch: pytest.MonkeyPatch, ended: str) -> None:
+    """Its last segment, its request's end and its sample's, as one write: as a worker sends them."""
+    from samplestore.verbs import samples
+    from samplestore.writer import Writer
+
+    run = f.make_run(store, stages=["a"])
+    claim = run.claim(f.register(run), 1)[0]
+    run.begin_request(claim, "rid")
+    calls: list[tuple[Any, ...]] = [
+        (samples.append, claim, 0, f.ids_of(3), f.logprobs_of(3), 0, "stop", "generated", None, "rid"),
+        (samples.end_request, RequestInfo("rid", generated_tokens=3, finish_reason=ended)),
+        (samples.finish, claim, None, "stop", True),
+    ]
+    if ended == "abort":  # everything was stored before: nothing but the abort itself is to be told
+        run.append(claim, f.ids_of(3), f.logprobs_of(3), 0, rid="rid")
+        calls = [(samples.note_abort, claim, "late", "rid"), calls[1]]
+    writer = Writer(run)
+    with lost_acknowledgements(monkeypatch):
+        results = writer.submit_together(calls).result(30)
+    writer.close()
+    [row] = f.rows(run, "SELECT * FROM sample WHERE id = :i", i=claim.sample_id)
+    assert row["n_tokens"] == 3 and f.value(run, "SELECT lost_reason FROM request") is None
+    if ended == "stop":
+        assert [stage.name for stage in results[-1]] == ["a"] and row["status"] == "completed"
+    else:
+        assert row["n_aborts"] == 1 and len(f.events(run, "abort")) == 1
     f.sound(run)

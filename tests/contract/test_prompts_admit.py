@@ -11,7 +11,8 @@ from samplestore import Store
 from samplestore.errors import InvalidSetting, RunNotFound, RunSettingsConflict
 from samplestore.order import permuted
 from samplestore.prompts import InvalidPrompts
-from tests.support import factory as f
+
+from ..support import factory as f
 
 
 def served(run: samplestore.run.Run) -> list[tuple[int, int]]:

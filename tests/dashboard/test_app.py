@@ -196,7 +196,7 @@ def test_tokens_of_an_unknown_version_stay_unknown(db_url: str, monkeypatch: pyt
     at = trajectory(start(monkeypatch, db_url), sample="0/0")
     assert "staleness now unknown" in text(at) and "v? ▸" in html(at)
     overview = text(start(monkeypatch, db_url).run())
-    assert "1 ready groups have tokens of an unknown weight version" in overview
+    assert "1 groups have tokens of an unknown weight version" in overview
 
 
 def test_another_schema_is_told_with_the_command(

@@ -66,7 +66,7 @@ def test_what_can_not_be_used_ends_with_1(
     for args, told in (
         (["--db", demo_sqlite.url, "--run", "nope"], demo_sqlite.run),
         (["--db", demo_sqlite.url, "--tokenizer", str(tmp_path / "nowhere")], "tokenizer"),
-        (["--db", str(tmp_path / "text.db")], "can't be read"),
+        (["--db", str(tmp_path / "text.db")], "is not a database of SQLite"),
         (["--db", "postgresql://u:secret-word@127.0.0.1:1/x"], "can't be read"),
     ):
         done = CliRunner().invoke(app, args)

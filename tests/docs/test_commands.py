@@ -29,6 +29,8 @@ def problem(words: list[str]) -> str | None:
         if not rest or rest[0] not in command.commands:
             return f"{words[0]} has no command {rest[:1]}"
         command, rest = command.commands[rest[0]], rest[1:]
+    if command.context_settings.get("ignore_unknown_options"):
+        return None  # what it does not know belongs to the program that it starts
     known = {name for p in command.params for name in [*p.opts, *p.secondary_opts]}
     unknown = [w for w in rest if w.startswith("--") and w.partition("=")[0] not in known]
     return f"{words[0]} has no option {unknown[0]}" if unknown else None
@@ -72,7 +74,7 @@ def test_commands_in_prose(name: str) -> None:
     for text in page(name).inline():
         if match := re.fullmatch(r"samplestore ([a-z-]+.*)", text):
             words = match[1].replace("…", "X").split()
-            if words[0] in ("engines", "db", "config") and len(words) == 1:
+            if hasattr(load(words[0]), "commands") and len(words) == 1:
                 continue
             assert problem(words) is None, f"{name}: `{text}`: {problem(words)}"
 
@@ -90,6 +92,8 @@ def test_every_command_is_in_the_reference() -> None:
         (["status", "--wach"], "no option"),
         (["engines", "lsit"], "has no command"),
         (["status", "--watch", "--db", "x"], None),
+        (["sglang", "engine", "--model", "m", "--tp-size", "2"], None),
+        (["sglang", "engin", "--model", "m"], "has no command"),
     ],
 )
 def test_the_check_can_fail(words: list[str], told: str | None) -> None:

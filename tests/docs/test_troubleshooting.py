@@ -3,18 +3,56 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
-from samplestore import config, errors, prompts, tokenizers
+from samplestore import backup, config, environment, errors, imports, prompts, tokenizers
 from samplestore.promptfiles import InvalidRow
 from samplestore.types import Why
+from samplestore.verbs import deaths
+from samplestore.workers.chat import TemplateChanged
+from samplestore.workers.episode_runs import EpisodeFailed, EpisodeSpecError
+from samplestore.workers.filters import FilterSpecError
 from samplestore.workers.replies import EngineError
 from samplestore.workers.rewards import RewardSpecError
 from tests.docs.pages import page
 
-EXAMPLES: list[Exception] = [
+OPERATIONAL = sa.exc.OperationalError
+DATABASE_UNUSABLE = [
+    *[
+        environment._sqlite("/d/a.db", Path("/d/a.db"), said)
+        for said in ("file is not a database", "database disk image is malformed", "unable to open database file")
+    ],
+    errors.DatabaseUnusable("/tmp", *environment.closed(Path("/tmp"))),
+    errors.DatabaseUnusable("/proc/1/mem/a.db", *environment.closed(Path("/nowhere/a.db"))),
+    errors.DatabaseUnusable("/a.db", *environment.closed(Path("/a.db"))),
+    errors.DatabaseUnusable("/a.db", "may not be read by this user", "Look at its rights: ls -l /a.db"),
+    errors.DatabaseUnusable("/a.db.gate", "can't be opened to write (denied)", "Look at the rights: ls -ld /"),
+    errors.DatabaseUnusable("/a", "can't be read or written: the disk reports an error", "Look at: dmesg | tail"),
+    errors.DatabaseUnusable(
+        "/a", "needs SQLite 3.38.0 or newer, and this Python has 3.34", "Run: pip install pysqlite3"
+    ),
+    *[
+        environment._postgres("postgresql://h/a", OPERATIONAL("", None, Exception(said)), said)
+        for said in ('database "a" does not exist', "password authentication failed for user")
+    ],
+    errors.DatabaseUnusable("p", "does not let this user do that (denied)", "Look at its rights: psql -c '\\dp' URL"),
+    errors.DatabaseUnusable("p", "is a standby, which can't be written", "Use the primary: --db postgresql://..."),
+]
+BACKUP_ERRORS = [
+    errors.BackupError("b.db exists. Name another file, or replace it with: --overwrite"),
+    errors.BackupError(f"b.db is damaged: page 3. {backup.ANOTHER}"),
+    errors.BackupError(f"run 'x' of b.db breaks a promise: ledger. {backup.ANOTHER}"),
+    errors.BackupError(
+        "pg_dump, which does this for PostgreSQL, is not installed. Debian: apt-get install postgresql-client"
+    ),
+    errors.BackupError("pg_dump failed: error. Look further with: samplestore doctor"),
+]
+
+EXAMPLES: list[Any] = [
     errors.DatabaseMissing("a.db"),
     errors.SchemaMismatch("a.db", None, "0001", True),
     errors.SchemaMismatch("a.db", "0001", "0002", True),
@@ -22,6 +60,14 @@ EXAMPLES: list[Exception] = [
     errors.UnsupportedFileSystem("/mnt/a.db", "/mnt", "nfs4"),
     errors.StoreBusy("a.db.gate", 30.0, 77, 1e9),
     errors.StoreBusy("postgresql://h/a", 30.0, None, None),
+    errors.ReadTooLong(300.0),
+    errors.StoreUnavailable("a.db", "its disk is full", "Make room: df -h /data"),
+    *DATABASE_UNUSABLE,
+    errors.DowngradeRefused("0002", "7 segments that were pruned"),
+    errors.RunInUse("run 'x'", [1, 2]),
+    errors.TokensPruned("step 3", 4),
+    errors.TokensPruned("this segment"),
+    *BACKUP_ERRORS,
     errors.RunNotFound("x", ["a", "b"]),
     errors.RunNotFound("x", []),
     errors.RunSettingsConflict("x", {"seed": 0}, {"seed": 1}),
@@ -34,17 +80,35 @@ EXAMPLES: list[Exception] = [
     errors.NotInRun("groups", [1, 2]),
     errors.UnknownVersion("x", 9),
     errors.BatchTimeout(30.0, Why(8, 2, [("no_workers", "no rollout worker is connected")])),
+    errors.AbortTimeout(10.0, [4, 5]),
     errors.WorkerFailed(3, "worker-0", "boom"),
     errors.StepAlreadyCommitted(5, 7),
     errors.StepHeld(5, 7, 3),
     errors.MissingLogprobs(4),
+    errors.ArrayNotStored("values", ["entropy"]),
+    errors.ArrayFileError("/data/arrays/x", "cannot read ab/abcd: No such file or directory", "samplestore check"),
+    imports.InvalidImport("a.jsonl", [InvalidRow("a.jsonl", 1, "log_probs", "3 tokens but 1 log-probs")], 1),
     errors.RewindTooFar(5, 9, "what came after it was pruned, up to step"),
     errors.MissingExtra("the dashboard", "dashboard"),
     prompts.InvalidPrompts("a.jsonl", [InvalidRow("a.jsonl", 1, "prompt", "is empty")]),
     prompts.TokenizerNeeded("a.jsonl", 3),
     tokenizers.NoChatTemplate("model", "has no chat template"),
     EngineError("busy", "queue is full", 503),
+    EngineError("unfit", "every log-prob of its answer is null"),
+    EngineError("setup", "http://h:1 tells no routed experts"),
     RewardSpecError("x:y", "there is no module 'x'"),
+    FilterSpecError("there is no module 'x'"),
+    errors.EvaluationTimeout(3, 60.0, 7, "no worker"),
+    errors.HookFailed("buffer filter", "it must return a list of groups of the buffer"),
+    errors.EpisodeDiverged(4, 2, 'step tool {"args": [1]} at token 7', 'step tool {"args": [2]} at token 7'),
+    errors.EpisodeTruncated(4, 1024),
+    errors.EpisodeLimit(4, "its episode was aborted 101 times", 100, "episode-max-aborts"),
+    errors.EpisodeLimit(4, "result of a call as JSON, in bytes", 262144),
+    errors.StepFailed(4, 2, "tool", "ValueError: no"),
+    errors.OutcomeUnknown(4, 2, "tool", "key"),
+    EpisodeSpecError("x:y", "there is no module 'x'"),
+    EpisodeFailed(4, "KeyError: 'x'"),
+    TemplateChanged("<user>go", "<user>gone"),
     config.no_database("samplestore worker --db FILE"),
 ]  # fmt: skip
 
@@ -73,9 +137,11 @@ def test_every_error_class_is_covered() -> None:
 def test_no_heading_is_made_up() -> None:
     sources = [str(error) for error in EXAMPLES]
     sources += [
+        deaths.given_up_text(5, 7),
         "no engines to drive. Say --router http://HOST:PORT or --engine http://HOST:PORT",
         "engine http://h:1 belongs to run 'x'; an engine serves one run's weights. "
         "Give it back with: samplestore engines forget http://h:1",
+        "/weights/1 is no complete checkpoint: it has no *.safetensors. An engine that loads it may die",
     ]
     for heading in HEADINGS:
         assert any(matches(heading, text) for text in sources), f"no error says: {heading}"

@@ -17,63 +17,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-CORPUS = [
-    "samples are stored before they are acknowledged",
-    "What is 17 + 25? The answer is 42.",
-    "for step in range(10): print(step * step)",
-    "<think>carry the one</think> 3 * 4 = 12, naïve café déjà vu",
-]
-
-
-def build_tokenizer(folder: Path, vocab_size: int = 384) -> None:
-    """A byte-level BPE tokenizer with <|end|> (id 1) as its end token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|pad|>", "<|end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS * 20, trainer)
-    fast: Any = PreTrainedTokenizerFast
-    fast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>").save_pretrained(folder)
-
-
-def build_model(folder: Path, seed: int, kind: str = "llama", hidden: int = 64, context: int = 1024) -> Path:
-    """Save a random 2-layer model and its tokenizer in `folder`; the seed decides the weights."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
-
-    folder.mkdir(parents=True, exist_ok=True)
-    build_tokenizer(folder)
-    shape: dict[str, Any] = {
-        "vocab_size": 384,
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": context,
-        "tie_word_embeddings": kind == "qwen2",
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "dtype": "float32",
-    }
-    torch.manual_seed(seed)
-    model: Any = Qwen2ForCausalLM(Qwen2Config(**shape)) if kind == "qwen2" else LlamaForCausalLM(LlamaConfig(**shape))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                # Wide enough that the distribution is far from uniform, so that a wrong cache shows in the log-probs.
-                parameter.normal_(0, 0.15)
-    model.save_pretrained(folder)
-    return folder
+from samplestore.workers.engine_client import EngineClient
+from tests.engine.contract import CONTEXT, PATIENCE_S, SLOTS, Engine, Talk, Weights
+from tests.engine.traits import TRAITS
+from tests.support.models import build_model, with_nan
+from tests.support.processes import Processes
+from tests.support.sglang import chosen_releases, start_sglang
 
 
 @pytest.fixture(scope="session")
@@ -168,3 +117,100 @@ def models(tiny_model: Path, tiny_model_v1: Path) -> dict[str, Any]:
     from samplestore.workers.cpu_engine.checkpoint import load_model
 
     return {"v0": load_model(str(tiny_model), "float32"), "v1": load_model(str(tiny_model_v1), "float32")}
+
+
+# -- the contract suite: the same tests on the embedded engine and on every chosen SGLang release
+
+_SGLANG = [pytest.mark.sglang, pytest.mark.timeout(900)]  # a server starts in 25 s, and in minutes on a busy machine
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "needs(trait): a contract test for the engines that have this trait")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test of the contract runs on every engine that has the traits it needs."""
+    if "engine_name" not in metafunc.fixturenames:
+        return
+    needed = [trait for mark in metafunc.definition.iter_markers("needs") for trait in mark.args]
+    names = [name for name in ("embedded", *chosen_releases()) if all(getattr(TRAITS[name], one) for one in needed)]
+    given = [pytest.param(name, marks=() if name == "embedded" else _SGLANG) for name in names]
+    metafunc.parametrize("engine_name", given, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def contract_weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    root = tmp_path_factory.mktemp("contract")
+    a, b = (build_model(root / name, seed, "qwen2", context=CONTEXT) for name, seed in (("a", 11), ("b", 12)))
+    return Weights(a, b, with_nan(root / "nan", a))
+
+
+@pytest.fixture(scope="session")
+def engine_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Engines:
+    """Starts engines of one kind; all of them end together."""
+
+    def __init__(self, name: str, weights: Weights, folder: Path) -> None:
+        self.name, self.weights, self.processes = name, weights, Processes(folder)
+        self.embedded: list[RunningEngine] = []
+
+    def start(self, *flags: str, cumulative: bool = False) -> Engine:
+        """One with weights "a" under the label v0, and one token a chunk. `flags` are understood by both kinds."""
+        flags = ("--stream-interval", "1", *flags)
+        if self.name != "embedded":
+            served = start_sglang(self.processes, self.weights.a, *flags, release=self.name, cumulative=cumulative)
+            return Engine(self.name, served.url, self.weights)
+        flags = flags if cumulative else ("--incremental-streaming-output", *flags)
+        self.embedded.append(
+            start_engine(self.weights.a, "--weight-version", "v0", "--decode-interval", "0.0015", *flags)
+        )
+        return Engine(self.name, self.embedded[-1].url, self.weights)
+
+    def close(self) -> None:
+        for engine in self.embedded:
+            engine.process.kill()
+            engine.process.wait()
+        self.processes.close()
+
+
+@pytest.fixture(scope="session")
+def contract_engines(
+    engine_name: str, contract_weights: Weights, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engines]:
+    engines = Engines(engine_name, contract_weights, tmp_path_factory.mktemp("engines"))
+    yield engines
+    engines.close()
+
+
+@pytest.fixture(scope="session")
+def contract_engine(contract_engines: Engines) -> Engine:
+    """One server for all tests of an engine, with the flags of our launcher."""
+    return contract_engines.start("--max-running-requests", str(SLOTS))
+
+
+@pytest.fixture(scope="session")
+def narrow_engine(contract_engines: Engines) -> Engine:
+    """One that runs one request, lets one wait, refuses others, and streams cumulatively."""
+    return contract_engines.start("--max-running-requests", "1", "--max-queued-requests", "1", cumulative=True)
+
+
+async def _talk(engine: Engine) -> AsyncIterator[Talk]:
+    async with EngineClient(PATIENCE_S) as client:
+        talk = Talk(engine, client)
+        yield talk
+        await talk.close()
+
+
+@pytest.fixture
+async def talk(contract_engine: Engine) -> AsyncIterator[Talk]:
+    async for talk in _talk(contract_engine):
+        yield talk
+
+
+@pytest.fixture
+async def narrow(narrow_engine: Engine) -> AsyncIterator[Talk]:
+    async for talk in _talk(narrow_engine):
+        yield talk

@@ -11,8 +11,8 @@ import torch
 from samplestore.workers.cpu_engine.checkpoint import load_model
 from samplestore.workers.cpu_engine.request import Request
 from samplestore.workers.cpu_engine.scheduler import QueueFull
+from tests.support.models import build_model
 
-from .conftest import build_model
 from .direct import TOLERANCE, assert_exact, finished, make, produced, scheduler_for
 
 

@@ -14,8 +14,7 @@ from samplestore.workers.cpu_engine.options import BadRequest, ContractError, En
 from samplestore.workers.cpu_engine.params import parse_sampling_params
 from samplestore.workers.cpu_engine.request import TextStream, first_stop
 from samplestore.workers.cpu_engine.sampler import Choice, pick, uniform
-
-from .conftest import build_tokenizer
+from tests.support.models import build_tokenizer
 
 
 def choice(draw: float, **changes: Any) -> Choice:

@@ -12,8 +12,8 @@ import pytest
 from samplestore.workers.cpu_engine.checkpoint import load_model
 from samplestore.workers.cpu_engine.options import CheckpointError
 from samplestore.workers.cpu_engine.request import Request
+from tests.support.models import build_model
 
-from .conftest import build_model
 from .direct import assert_exact, finished, make, produced, produced_or_finished, scheduler_for
 
 
@@ -84,6 +84,20 @@ async def test_update_that_aborts_labels_partials_with_the_old_version(tiny_mode
         assert running.finish["type"] == "abort"
         assert [name for name, _, _ in running.spans] == ["v0"]
         assert scheduler.version == "v1"
+
+
+async def test_a_label_changes_at_once_under_a_request_that_never_pauses(tiny_model: Path) -> None:
+    """Between two steps without an interval nobody else gets a turn: who waits for one waits to the end."""
+    async with scheduler_for(tiny_model) as scheduler:
+        request = make("long", max_new_tokens=900)
+        scheduler.submit(request)
+        await produced(request, 5)
+        await scheduler.relabel("v1", False)
+        assert request.finish is None
+        await produced(request, len(request.output) + 5)
+        scheduler.abort("long")
+        await finished(request)
+    assert [name for name, _, _ in request.spans] == ["v0", "v1"]
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "wider", "no tensor"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,16 @@ def test_too_long_prompts_are_refused_with_the_limit(tokenizer: Tokenizer) -> No
     )  # fmt: skip
     with pytest.raises(InvalidSetting):
         prepare(rows, tokenizer, max_prompt_tokens=0)
+
+
+def test_without_a_limit_the_models_positions_are_one(model: Path, tmp_path: Path) -> None:
+    """Engines refuse what comes within 6 tokens of their context: at the door such a prompt gets the reason at once."""
+    for file in model.iterdir():
+        shutil.copy(file, tmp_path)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 40}')
+    made = list(prepare([{"prompt_ids": [5] * 33}, {"prompt_ids": [5] * 34}], str(tmp_path)))
+    assert isinstance(made[0], Prompt) and isinstance(made[1], InvalidRow)
+    assert made[1].reason == "has 34 tokens, the limit is 33 (what an engine of this model takes)"
 
 
 def test_ids_of_the_tokenizer_beyond_the_model_never_pass(model: Path, tmp_path: Path) -> None:

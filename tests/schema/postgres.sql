@@ -1,23 +1,32 @@
+CREATE INDEX ix_batch_group_group_id ON public.batch_group USING btree (group_id)
 CREATE INDEX ix_batch_owned ON public.batch USING btree (owner) WHERE (state = 'leased'::text)
 CREATE INDEX ix_event_run_id_kind_at ON public.event USING btree (run_id, kind, at)
 CREATE INDEX ix_request_open ON public.request USING btree (worker_id) WHERE (finished_at IS NULL)
 CREATE INDEX ix_request_sample_id ON public.request USING btree (sample_id)
 CREATE INDEX ix_sample_claim ON public.sample USING btree (run_id, priority, status, group_id, index) WHERE ((owner IS NULL) AND (closed = 0) AND (status = ANY (ARRAY['pending'::text, 'aborted'::text])))
+CREATE INDEX ix_sample_group_evaluation ON public.sample_group USING btree (evaluation_id) WHERE (evaluation_id IS NOT NULL)
+CREATE INDEX ix_sample_group_prompt_id ON public.sample_group USING btree (prompt_id)
 CREATE INDEX ix_sample_group_state ON public.sample_group USING btree (run_id, state, number)
 CREATE INDEX ix_sample_group_window ON public.sample_group USING btree (run_id, number) WHERE (state = ANY (ARRAY['open'::text, 'scoring'::text, 'ready'::text]))
 CREATE INDEX ix_sample_owned ON public.sample USING btree (owner) WHERE (owner IS NOT NULL)
+CREATE INDEX ix_sample_parent ON public.sample USING btree (parent_id) WHERE (parent_id IS NOT NULL)
 CREATE INDEX ix_sample_run_status ON public.sample USING btree (run_id, status)
+CREATE INDEX ix_segment_array_sidecar ON public.segment_array USING btree (sidecar) WHERE (sidecar IS NOT NULL)
+CREATE INDEX ix_segment_array_size ON public.segment_array USING btree (name, n_bytes, sample_id)
 CREATE INDEX ix_stage_claim ON public.stage USING btree (run_id, id) WHERE ((owner IS NULL) AND (status = 'pending'::text))
 CREATE INDEX ix_stage_group_id ON public.stage USING btree (group_id)
 CREATE INDEX ix_stage_owned ON public.stage USING btree (owner) WHERE (owner IS NOT NULL)
 CREATE INDEX ix_worker_live ON public.worker USING btree (id) WHERE (state = 'live'::text)
 CREATE UNIQUE INDEX pk_batch ON public.batch USING btree (id)
 CREATE UNIQUE INDEX pk_batch_group ON public.batch_group USING btree (batch_id, group_id)
+CREATE UNIQUE INDEX pk_dataset ON public.dataset USING btree (run_id, name)
 CREATE UNIQUE INDEX pk_engine ON public.engine USING btree (id)
 CREATE UNIQUE INDEX pk_episode_step ON public.episode_step USING btree (sample_id, incarnation, number)
+CREATE UNIQUE INDEX pk_evaluation ON public.evaluation USING btree (id)
 CREATE UNIQUE INDEX pk_event ON public.event USING btree (id)
 CREATE UNIQUE INDEX pk_ledger_total ON public.ledger_total USING btree (run_id, worker_id, fate, reason, version)
 CREATE UNIQUE INDEX pk_prompt ON public.prompt USING btree (id)
+CREATE UNIQUE INDEX pk_prompt_image ON public.prompt_image USING btree (run_id, digest)
 CREATE UNIQUE INDEX pk_request ON public.request USING btree (id)
 CREATE UNIQUE INDEX pk_run ON public.run USING btree (id)
 CREATE UNIQUE INDEX pk_sample ON public.sample USING btree (id)
@@ -31,13 +40,17 @@ CREATE UNIQUE INDEX pk_worker ON public.worker USING btree (id)
 CREATE UNIQUE INDEX uq_batch_group_live ON public.batch_group USING btree (group_id) WHERE (state = ANY (ARRAY['leased'::text, 'committed'::text]))
 CREATE UNIQUE INDEX uq_batch_step ON public.batch USING btree (run_id, timeline, step) WHERE (state = ANY (ARRAY['leased'::text, 'committed'::text]))
 CREATE UNIQUE INDEX uq_engine_live_url ON public.engine USING btree (url) WHERE (state <> 'gone'::text)
+CREATE UNIQUE INDEX uq_evaluation_run_id_dataset_version_settings_key ON public.evaluation USING btree (run_id, dataset, version, settings_key)
+CREATE UNIQUE INDEX uq_prompt_dataset_position ON public.prompt USING btree (run_id, dataset, dataset_position)
 CREATE UNIQUE INDEX uq_prompt_run_id_content_key ON public.prompt USING btree (run_id, content_key)
 CREATE UNIQUE INDEX uq_prompt_run_id_position ON public.prompt USING btree (run_id, "position")
 CREATE UNIQUE INDEX uq_request_rid ON public.request USING btree (rid)
 CREATE UNIQUE INDEX uq_run_name ON public.run USING btree (name)
 CREATE UNIQUE INDEX uq_run_uuid ON public.run USING btree (uuid)
 CREATE UNIQUE INDEX uq_sample_group_id_index ON public.sample USING btree (group_id, index)
+CREATE UNIQUE INDEX uq_sample_group_import ON public.sample_group USING btree (run_id, import_key) WHERE (import_key IS NOT NULL)
 CREATE UNIQUE INDEX uq_sample_group_run_id_number ON public.sample_group USING btree (run_id, number)
+CREATE UNIQUE INDEX uq_stage_group ON public.stage USING btree (group_id, incarnation, name) WHERE (sample_id IS NULL)
 CREATE UNIQUE INDEX uq_stage_sample_id_incarnation_name ON public.stage USING btree (sample_id, incarnation, name)
 CREATE UNIQUE INDEX uq_weight_version_run_id_label ON public.weight_version USING btree (run_id, label)
 batch ck_batch_state CHECK ((state = ANY (ARRAY['leased'::text, 'committed'::text, 'released'::text, 'rewound'::text])))
@@ -68,19 +81,38 @@ batch_group.group_id bigint NOT NULL
 batch_group.position bigint NOT NULL
 batch_group.staleness bigint
 batch_group.state text NOT NULL
+dataset ck_dataset_purpose CHECK ((purpose = ANY (ARRAY['train'::text, 'eval'::text, 'import'::text])))
+dataset fk_dataset_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)
+dataset pk_dataset PRIMARY KEY (run_id, name)
+dataset.chunk_next bigint NOT NULL
+dataset.chunk_start bigint NOT NULL
+dataset.chunk_stop bigint NOT NULL
+dataset.epoch bigint NOT NULL
+dataset.n_prompts bigint NOT NULL
+dataset.n_served bigint NOT NULL
+dataset.name text NOT NULL
+dataset.purpose text NOT NULL
+dataset.run_id bigint NOT NULL
 engine WITH {fillfactor=80}
 engine ck_engine_state CHECK ((state = ANY (ARRAY['live'::text, 'failed'::text, 'gone'::text])))
 engine fk_engine_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)
 engine pk_engine PRIMARY KEY (id)
 engine.attempt bigint NOT NULL
+engine.context_length bigint
+engine.counter bigint
+engine.counter_at double precision
 engine.created_at double precision NOT NULL
 engine.error text
 engine.failures bigint NOT NULL
+engine.generated_tokens bigint NOT NULL DEFAULT 0
 engine.id bigint NOT NULL DEFAULT nextval('engine_id_seq'::regclass)
 engine.label text
 engine.not_before double precision NOT NULL
 engine.owner bigint
+engine.queued bigint
+engine.release text
 engine.run_id bigint NOT NULL
+engine.running bigint
 engine.state text NOT NULL
 engine.updated_at double precision NOT NULL
 engine.url text NOT NULL
@@ -88,17 +120,34 @@ engine.version bigint
 episode_step ck_episode_step_state CHECK ((state = ANY (ARRAY['started'::text, 'done'::text, 'failed'::text])))
 episode_step fk_episode_step_sample_id_sample FOREIGN KEY (sample_id) REFERENCES sample(id)
 episode_step pk_episode_step PRIMARY KEY (sample_id, incarnation, number)
+episode_step.asked jsonb
 episode_step.attempt bigint NOT NULL
 episode_step.error text
 episode_step.idempotency_key text NOT NULL
 episode_step.incarnation bigint NOT NULL
+episode_step.kind text NOT NULL DEFAULT 'step'::text
 episode_step.name text NOT NULL
 episode_step.number bigint NOT NULL
 episode_step.result jsonb
 episode_step.sample_id bigint NOT NULL
 episode_step.settled_at double precision
+episode_step.start bigint
 episode_step.started_at double precision NOT NULL
 episode_step.state text NOT NULL
+episode_step.stop bigint
+evaluation fk_evaluation_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)
+evaluation pk_evaluation PRIMARY KEY (id)
+evaluation uq_evaluation_run_id_dataset_version_settings_key UNIQUE (run_id, dataset, version, settings_key)
+evaluation.created_at double precision NOT NULL
+evaluation.dataset text NOT NULL
+evaluation.id bigint NOT NULL DEFAULT nextval('evaluation_id_seq'::regclass)
+evaluation.max_new_tokens bigint
+evaluation.n_groups bigint NOT NULL
+evaluation.n_samples bigint NOT NULL
+evaluation.run_id bigint NOT NULL
+evaluation.sampling jsonb NOT NULL
+evaluation.settings_key text NOT NULL
+evaluation.version bigint NOT NULL
 event fk_event_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)
 event pk_event PRIMARY KEY (id)
 event.at double precision NOT NULL
@@ -130,7 +179,9 @@ prompt uq_prompt_run_id_position UNIQUE (run_id, "position")
 prompt.content_key text NOT NULL
 prompt.created_at double precision NOT NULL
 prompt.dataset text NOT NULL
+prompt.dataset_position bigint
 prompt.id bigint NOT NULL DEFAULT nextval('prompt_id_seq'::regclass)
+prompt.images jsonb
 prompt.label jsonb
 prompt.metadata jsonb NOT NULL
 prompt.n_tokens bigint NOT NULL
@@ -140,6 +191,13 @@ prompt.prompt_ids bytea NOT NULL
 prompt.run_id bigint NOT NULL
 prompt.template_args jsonb
 prompt.tools jsonb
+prompt_image fk_prompt_image_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)
+prompt_image pk_prompt_image PRIMARY KEY (run_id, digest)
+prompt_image.data bytea NOT NULL
+prompt_image.digest text NOT NULL
+prompt_image.media_type text NOT NULL
+prompt_image.n_bytes bigint NOT NULL
+prompt_image.run_id bigint NOT NULL
 request WITH {fillfactor=80}
 request fk_request_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)
 request fk_request_sample_id_sample FOREIGN KEY (sample_id) REFERENCES sample(id)
@@ -152,6 +210,7 @@ request.engine text
 request.finish_reason text
 request.finished_at double precision
 request.generated_tokens bigint
+request.greedy bigint
 request.id bigint NOT NULL DEFAULT nextval('request_id_seq'::regclass)
 request.incarnation bigint NOT NULL
 request.lost_reason text
@@ -163,6 +222,7 @@ request.retractions bigint
 request.rid text NOT NULL
 request.run_id bigint NOT NULL
 request.sample_id bigint NOT NULL
+request.sampling_seed bigint
 request.spec jsonb
 request.started_at double precision NOT NULL
 request.stored_tokens bigint NOT NULL
@@ -188,6 +248,8 @@ run.name text NOT NULL
 run.retention_step bigint NOT NULL
 run.settings jsonb NOT NULL
 run.state text NOT NULL
+run.step_filled bigint NOT NULL DEFAULT '-1'::integer
+run.step_over bigint NOT NULL DEFAULT '-1'::integer
 run.timeline bigint NOT NULL
 run.uuid text NOT NULL
 sample WITH {fillfactor=80}
@@ -217,6 +279,7 @@ sample.n_loss_tokens bigint NOT NULL
 sample.n_resumes bigint NOT NULL
 sample.n_segments bigint NOT NULL
 sample.n_tokens bigint NOT NULL
+sample.n_without_logprob bigint NOT NULL DEFAULT 0
 sample.not_before double precision NOT NULL
 sample.oldest_version bigint
 sample.owner bigint
@@ -224,6 +287,7 @@ sample.parent_id bigint
 sample.parent_upto bigint
 sample.priority bigint NOT NULL
 sample.progress_at double precision
+sample.removed text
 sample.reward double precision
 sample.run_id bigint NOT NULL
 sample.status text NOT NULL
@@ -239,7 +303,9 @@ sample_group pk_sample_group PRIMARY KEY (id)
 sample_group uq_sample_group_run_id_number UNIQUE (run_id, number)
 sample_group.created_at double precision NOT NULL
 sample_group.epoch bigint NOT NULL
+sample_group.evaluation_id bigint
 sample_group.id bigint NOT NULL DEFAULT nextval('sample_group_id_seq'::regclass)
+sample_group.import_key text
 sample_group.n_failed bigint NOT NULL
 sample_group.n_open bigint NOT NULL
 sample_group.n_samples bigint NOT NULL
@@ -248,6 +314,7 @@ sample_group.n_unscored bigint NOT NULL
 sample_group.number bigint NOT NULL
 sample_group.oldest_version bigint
 sample_group.prompt_id bigint NOT NULL
+sample_group.pruned_at double precision
 sample_group.ready_at double precision
 sample_group.reason text
 sample_group.reward_mean double precision
@@ -286,6 +353,7 @@ segment_array.created_at double precision NOT NULL
 segment_array.data bytea
 segment_array.dtype text NOT NULL
 segment_array.incarnation bigint NOT NULL
+segment_array.n_bytes bigint
 segment_array.name text NOT NULL
 segment_array.sample_id bigint NOT NULL
 segment_array.seq bigint NOT NULL

@@ -1,12 +1,18 @@
+CREATE INDEX ix_batch_group_group_id ON batch_group (group_id)
 CREATE INDEX ix_batch_owned ON batch (owner) WHERE state = 'leased'
 CREATE INDEX ix_event_run_id_kind_at ON event (run_id, kind, at)
 CREATE INDEX ix_request_open ON request (worker_id) WHERE finished_at IS NULL
 CREATE INDEX ix_request_sample_id ON request (sample_id)
 CREATE INDEX ix_sample_claim ON sample (run_id, priority, status, group_id, index) WHERE owner IS NULL AND closed = 0 AND status IN ('pending', 'aborted')
+CREATE INDEX ix_sample_group_evaluation ON sample_group (evaluation_id) WHERE evaluation_id IS NOT NULL
+CREATE INDEX ix_sample_group_prompt_id ON sample_group (prompt_id)
 CREATE INDEX ix_sample_group_state ON sample_group (run_id, state, number)
 CREATE INDEX ix_sample_group_window ON sample_group (run_id, number) WHERE state IN ('open', 'scoring', 'ready')
 CREATE INDEX ix_sample_owned ON sample (owner) WHERE owner IS NOT NULL
+CREATE INDEX ix_sample_parent ON sample (parent_id) WHERE parent_id IS NOT NULL
 CREATE INDEX ix_sample_run_status ON sample (run_id, status)
+CREATE INDEX ix_segment_array_sidecar ON segment_array (sidecar) WHERE sidecar IS NOT NULL
+CREATE INDEX ix_segment_array_size ON segment_array (name, n_bytes, sample_id)
 CREATE INDEX ix_stage_claim ON stage (run_id, id) WHERE owner IS NULL AND status = 'pending'
 CREATE INDEX ix_stage_group_id ON stage (group_id)
 CREATE INDEX ix_stage_owned ON stage (owner) WHERE owner IS NOT NULL
@@ -14,6 +20,9 @@ CREATE INDEX ix_worker_live ON worker (id) WHERE state = 'live'
 CREATE UNIQUE INDEX uq_batch_group_live ON batch_group (group_id) WHERE state IN ('leased', 'committed')
 CREATE UNIQUE INDEX uq_batch_step ON batch (run_id, timeline, step) WHERE state IN ('leased', 'committed')
 CREATE UNIQUE INDEX uq_engine_live_url ON engine (url) WHERE state <> 'gone'
+CREATE UNIQUE INDEX uq_prompt_dataset_position ON prompt (run_id, dataset, dataset_position)
+CREATE UNIQUE INDEX uq_sample_group_import ON sample_group (run_id, import_key) WHERE import_key IS NOT NULL
+CREATE UNIQUE INDEX uq_stage_group ON stage (group_id, incarnation, name) WHERE sample_id IS NULL
 batch: CONSTRAINT ck_batch_state CHECK (state IN ('leased', 'committed', 'released', 'rewound'))
 batch: CONSTRAINT fk_batch_run_id_run FOREIGN KEY(run_id) REFERENCES run (id)
 batch: attempt INTEGER NOT NULL
@@ -41,17 +50,36 @@ batch_group: group_id INTEGER NOT NULL
 batch_group: position INTEGER NOT NULL
 batch_group: staleness INTEGER
 batch_group: state TEXT NOT NULL
+dataset: CONSTRAINT ck_dataset_purpose CHECK (purpose IN ('train', 'eval', 'import'))
+dataset: CONSTRAINT fk_dataset_run_id_run FOREIGN KEY(run_id) REFERENCES run (id)
+dataset: CONSTRAINT pk_dataset PRIMARY KEY (run_id, name)
+dataset: chunk_next INTEGER NOT NULL
+dataset: chunk_start INTEGER NOT NULL
+dataset: chunk_stop INTEGER NOT NULL
+dataset: epoch INTEGER NOT NULL
+dataset: n_prompts INTEGER NOT NULL
+dataset: n_served INTEGER NOT NULL
+dataset: name TEXT NOT NULL
+dataset: purpose TEXT NOT NULL
+dataset: run_id INTEGER NOT NULL
 engine: CONSTRAINT ck_engine_state CHECK (state IN ('live', 'failed', 'gone'))
 engine: CONSTRAINT fk_engine_run_id_run FOREIGN KEY(run_id) REFERENCES run (id)
 engine: attempt INTEGER NOT NULL
+engine: context_length INTEGER
+engine: counter INTEGER
+engine: counter_at DOUBLE
 engine: created_at DOUBLE NOT NULL
 engine: error TEXT
 engine: failures INTEGER NOT NULL
+engine: generated_tokens INTEGER DEFAULT 0 NOT NULL
 engine: id INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT
 engine: label TEXT
 engine: not_before DOUBLE NOT NULL
 engine: owner INTEGER
+engine: queued INTEGER
+engine: release TEXT
 engine: run_id INTEGER NOT NULL
+engine: running INTEGER
 engine: state TEXT NOT NULL
 engine: updated_at DOUBLE NOT NULL
 engine: url TEXT NOT NULL
@@ -59,17 +87,33 @@ engine: version INTEGER
 episode_step: CONSTRAINT ck_episode_step_state CHECK (state IN ('started', 'done', 'failed'))
 episode_step: CONSTRAINT fk_episode_step_sample_id_sample FOREIGN KEY(sample_id) REFERENCES sample (id)
 episode_step: CONSTRAINT pk_episode_step PRIMARY KEY (sample_id, incarnation, number)
+episode_step: asked JSON
 episode_step: attempt INTEGER NOT NULL
 episode_step: error TEXT
 episode_step: idempotency_key TEXT NOT NULL
 episode_step: incarnation INTEGER NOT NULL
+episode_step: kind TEXT DEFAULT 'step' NOT NULL
 episode_step: name TEXT NOT NULL
 episode_step: number INTEGER NOT NULL
 episode_step: result JSON
 episode_step: sample_id INTEGER NOT NULL
 episode_step: settled_at DOUBLE
+episode_step: start INTEGER
 episode_step: started_at DOUBLE NOT NULL
 episode_step: state TEXT NOT NULL
+episode_step: stop INTEGER
+evaluation: CONSTRAINT fk_evaluation_run_id_run FOREIGN KEY(run_id) REFERENCES run (id)
+evaluation: CONSTRAINT uq_evaluation_run_id_dataset_version_settings_key UNIQUE (run_id, dataset, version, settings_key)
+evaluation: created_at DOUBLE NOT NULL
+evaluation: dataset TEXT NOT NULL
+evaluation: id INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT
+evaluation: max_new_tokens INTEGER
+evaluation: n_groups INTEGER NOT NULL
+evaluation: n_samples INTEGER NOT NULL
+evaluation: run_id INTEGER NOT NULL
+evaluation: sampling JSON NOT NULL
+evaluation: settings_key TEXT NOT NULL
+evaluation: version INTEGER NOT NULL
 event: CONSTRAINT fk_event_run_id_run FOREIGN KEY(run_id) REFERENCES run (id)
 event: at DOUBLE NOT NULL
 event: details JSON
@@ -98,7 +142,9 @@ prompt: CONSTRAINT uq_prompt_run_id_position UNIQUE (run_id, position)
 prompt: content_key TEXT NOT NULL
 prompt: created_at DOUBLE NOT NULL
 prompt: dataset TEXT NOT NULL
+prompt: dataset_position INTEGER
 prompt: id INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT
+prompt: images JSON
 prompt: label JSON
 prompt: metadata JSON NOT NULL
 prompt: n_tokens INTEGER NOT NULL
@@ -108,6 +154,13 @@ prompt: prompt_ids BLOB NOT NULL
 prompt: run_id INTEGER NOT NULL
 prompt: template_args JSON
 prompt: tools JSON
+prompt_image: CONSTRAINT fk_prompt_image_run_id_run FOREIGN KEY(run_id) REFERENCES run (id)
+prompt_image: CONSTRAINT pk_prompt_image PRIMARY KEY (run_id, digest)
+prompt_image: data BLOB NOT NULL
+prompt_image: digest TEXT NOT NULL
+prompt_image: media_type TEXT NOT NULL
+prompt_image: n_bytes INTEGER NOT NULL
+prompt_image: run_id INTEGER NOT NULL
 request: CONSTRAINT fk_request_run_id_run FOREIGN KEY(run_id) REFERENCES run (id)
 request: CONSTRAINT fk_request_sample_id_sample FOREIGN KEY(sample_id) REFERENCES sample (id)
 request: CONSTRAINT uq_request_rid UNIQUE (rid)
@@ -118,6 +171,7 @@ request: engine TEXT
 request: finish_reason TEXT
 request: finished_at DOUBLE
 request: generated_tokens INTEGER
+request: greedy INTEGER
 request: id INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT
 request: incarnation INTEGER NOT NULL
 request: lost_reason TEXT
@@ -129,6 +183,7 @@ request: retractions INTEGER
 request: rid TEXT NOT NULL
 request: run_id INTEGER NOT NULL
 request: sample_id INTEGER NOT NULL
+request: sampling_seed INTEGER
 request: spec JSON
 request: started_at DOUBLE NOT NULL
 request: stored_tokens INTEGER NOT NULL
@@ -153,6 +208,8 @@ run: name TEXT NOT NULL
 run: retention_step INTEGER NOT NULL
 run: settings JSON NOT NULL
 run: state TEXT NOT NULL
+run: step_filled INTEGER DEFAULT (-1) NOT NULL
+run: step_over INTEGER DEFAULT (-1) NOT NULL
 run: timeline INTEGER NOT NULL
 run: uuid TEXT NOT NULL
 sample: CONSTRAINT ck_sample_owned_is_unfinished CHECK (owner IS NULL OR status IN ('pending', 'aborted'))
@@ -180,6 +237,7 @@ sample: n_loss_tokens INTEGER NOT NULL
 sample: n_resumes INTEGER NOT NULL
 sample: n_segments INTEGER NOT NULL
 sample: n_tokens INTEGER NOT NULL
+sample: n_without_logprob INTEGER DEFAULT 0 NOT NULL
 sample: not_before DOUBLE NOT NULL
 sample: oldest_version INTEGER
 sample: owner INTEGER
@@ -187,6 +245,7 @@ sample: parent_id INTEGER
 sample: parent_upto INTEGER
 sample: priority INTEGER NOT NULL
 sample: progress_at DOUBLE
+sample: removed TEXT
 sample: reward DOUBLE
 sample: run_id INTEGER NOT NULL
 sample: status TEXT NOT NULL
@@ -200,7 +259,9 @@ sample_group: CONSTRAINT fk_sample_group_run_id_run FOREIGN KEY(run_id) REFERENC
 sample_group: CONSTRAINT uq_sample_group_run_id_number UNIQUE (run_id, number)
 sample_group: created_at DOUBLE NOT NULL
 sample_group: epoch INTEGER NOT NULL
+sample_group: evaluation_id INTEGER
 sample_group: id INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT
+sample_group: import_key TEXT
 sample_group: n_failed INTEGER NOT NULL
 sample_group: n_open INTEGER NOT NULL
 sample_group: n_samples INTEGER NOT NULL
@@ -209,6 +270,7 @@ sample_group: n_unscored INTEGER NOT NULL
 sample_group: number INTEGER NOT NULL
 sample_group: oldest_version INTEGER
 sample_group: prompt_id INTEGER NOT NULL
+sample_group: pruned_at DOUBLE
 sample_group: ready_at DOUBLE
 sample_group: reason TEXT
 sample_group: reward_mean DOUBLE
@@ -247,6 +309,7 @@ segment_array: created_at DOUBLE NOT NULL
 segment_array: data BLOB
 segment_array: dtype TEXT NOT NULL
 segment_array: incarnation INTEGER NOT NULL
+segment_array: n_bytes INTEGER
 segment_array: name TEXT NOT NULL
 segment_array: sample_id INTEGER NOT NULL
 segment_array: seq INTEGER NOT NULL

@@ -9,6 +9,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from samplestore import Store
+from samplestore.batches import Batch, _row
 from samplestore.run import Run
 from samplestore.types import Claim, StageClaim
 from samplestore.verbs import batches, liveness
@@ -103,6 +104,23 @@ def sample(run: Run, sample_id: int) -> dict[str, Any]:
 
 def group(run: Run, group_id: int) -> dict[str, Any]:
     return rows(run, "SELECT * FROM sample_group WHERE id = :i", i=group_id)[0]
+
+
+def group_id(run: Run, number: int) -> int:
+    return int(value(run, "SELECT id FROM sample_group WHERE run_id = :r AND number = :n", r=run.id, n=number))
+
+
+def batch_of(run: Run, batch: int, trainer: int) -> Batch:
+    """A leased batch, as a trainer holds it."""
+    return Batch(run, _row(run, batch), trainer)
+
+
+def same_arrays(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Bit for bit, types and shapes too."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
+        assert a[name].tobytes() == b[name].tobytes(), name
 
 
 def states(run: Run) -> list[str]:

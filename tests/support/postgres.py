@@ -24,7 +24,7 @@ import pytest
 from psycopg import sql
 from sqlalchemy.engine import URL, make_url
 
-from tests.support.processes import Process, Processes, in_ci, pids, wait_until
+from .processes import Process, Processes, in_ci, pids, wait_until
 
 ENV_URL = "SAMPLESTORE_TEST_POSTGRES_URL"
 FILE_COPY_SINCE = 150_000  # server_version_num of the first release with STRATEGY
@@ -234,13 +234,13 @@ def _cwd(pid: int) -> str | None:
         return None
 
 
-def shared_databases() -> Databases:
-    """The server that most tests share: the one that the environment names, else one of our own."""
-    if not (given := os.environ.get(ENV_URL)):
+def shared_databases(url: str | None = None) -> Databases:
+    """The server that most tests share: that of `url`, else the one that the environment names, else one of our own."""
+    if not (given := url or os.environ.get(ENV_URL)):
         return PostgresServer.launch()
     databases = Databases(make_url(given))
     try:
         databases.connect().close()
     except psycopg.OperationalError as error:
-        pytest.fail(f"{ENV_URL} is set but that server does not answer: {error}", pytrace=False)
+        pytest.fail(f"the PostgreSQL server that was named does not answer: {error}", pytrace=False)
     return databases

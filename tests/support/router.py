@@ -1,4 +1,5 @@
-"""The real sglang-router as a subprocess. Retries are off: a retried request is generated twice with the same id."""
+"""Real routers as subprocesses: sglang-router, and its successor smg, which takes the same flags. Retries are off
+unless asked for: a retried request is generated twice with the same id."""
 
 from __future__ import annotations
 
@@ -7,12 +8,18 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
-from tests.support.processes import HOST, Process, Processes, free_port, wait_until
+from .processes import HOST, Process, Processes, free_port, wait_until
 
 STARTUP_S = 60.0
+
+Kind = Literal["sglang-router", "smg"]
+COMMANDS = {
+    "sglang-router": [sys.executable, "-m", "sglang_router.launch_router"],
+    "smg": [sys.executable, "-m", "smg", "launch"],  # sglang-router installs a program of that name, too
+}
 
 
 class Router:
@@ -27,16 +34,20 @@ class Router:
         processes: Processes,
         engine_urls: Sequence[str] = (),
         *,
+        kind: Kind = "sglang-router",
+        retries: bool = False,
         policy: str = "round_robin",
         health_interval_s: int = 1,
+        port: int | None = None,
         extra_args: Sequence[str] = (),
     ) -> Router:
         """Start a router and wait until it answers and lists all of `engine_urls`.
 
+        retries            its default: up to five attempts
         policy             random, round_robin, cache_aware, power_of_two or manual (sticky by X-SMG-Routing-Key)
         health_interval_s  seconds between two looks at an engine; two failed looks take it out
         """
-        port, metrics_port = free_port(), free_port()
+        port, metrics_port = port or free_port(), free_port()
         flags = {
             "--host": HOST,
             "--port": port,
@@ -53,10 +64,8 @@ class Router:
             "--log-level": "info",
         }
         args = [str(part) for flag in flags.items() for part in flag]
-        process = processes.start(
-            [sys.executable, "-m", "sglang_router.launch_router", *args, "--disable-retries", *extra_args],
-            name="router",
-        )
+        more = [] if retries else ["--disable-retries"]
+        process = processes.start([*COMMANDS[kind], *args, *more, *extra_args], name=kind)
         router = cls(process, f"http://{HOST}:{port}")
         process.wait_for(router.healthy, what="GET /health answers", timeout=STARTUP_S)
         for url in engine_urls:

@@ -8,15 +8,17 @@ token at place p is `token_at(p)`, its log-prob `logprob_at(p)`, whoever generat
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from aiohttp import web
 
-from tests.support.processes import HOST, wait_until
+from .processes import HOST, wait_until
 
 Dialect = Literal["incremental", "cumulative", "delta_ids"]
 CONTEXT = 4096
@@ -30,6 +32,11 @@ def logprob_at(place: int) -> float:
     return -0.125 * (place % 16 + 1)  # exact in float32
 
 
+def expert_at(row: int, layer: int, k: int) -> int:
+    """Of 8 experts."""
+    return (row + 3 * layer + k) % 8
+
+
 @dataclass
 class Script:
     """What becomes of one request. Counts are tokens of this request.
@@ -38,13 +45,13 @@ class Script:
     dialect         incremental | cumulative | delta_ids (0.5.9, 0.5.10: delta ids, cumulative log-probs)
     chunk           tokens of a stream chunk
     stall_after     wait there until `engine.release()` or an abort
-    deaf            aborts are not heard (an abort lost in a paused engine)
+    deaf            the abort of this request is not heard (lost in a paused engine), an abort of all is
     die_after       the connection is cut there
     done_after      [DONE] there, without a finish_reason
     error_after     an error chunk there, then [DONE], as a router sends when its engine dies
     repeat_last     after an abort the last chunk repeats the last token (a retracted request)
     queued          aborted before it started: no tokens, no counts; as soon as it comes
-    status, body    this HTTP status and body instead of an answer
+    status, body    this HTTP status and body (a str as it is, all else as JSON) instead of an answer
     raw             these chunks (or, unary, this one answer) instead
     logprobs        "yes", or "none": output_token_logprobs is left out
     wrong           place in the answer -> value of its log-prob
@@ -78,15 +85,17 @@ class _Dead(Exception):
 class _Running:
     rid: str
     abort: asyncio.Event
+    deaf: bool
     ids: list[int] = field(default_factory=list)
     probs: list[Any] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
 
 
 class ScriptedEngine:
-    """Runs in a thread of the test. `plan(body, n)` gives the script of the n-th request, from 0."""
+    """Runs in a thread of the test. `plan(body, n)` gives the script of the n-th request, from 0. `port`: 0 is a free
+    one."""
 
-    def __init__(self, plan: Plan | None = None, label: str = "default", spans: bool = True) -> None:
+    def __init__(self, plan: Plan | None = None, label: str = "default", spans: bool = True, port: int = 0) -> None:
         self.plan: Plan = plan or (lambda body, n: Script())
         self.label, self.spans = label, spans
         self.requests: list[dict[str, Any]] = []
@@ -97,10 +106,19 @@ class ScriptedEngine:
         self.paused = False
         self.load_blocks = False  # update_weights_from_disk changes the weights and then does not answer
         self.load_fails = 0  # this many calls of it fail
+        self.continue_fails = 0  # this many calls of continue_generation do nothing and answer 500
+        self.cached = 0  # cached_tokens that it tells
+        self.nan_paths: set[str] = set()  # weights from there make log-probs that are no numbers
+        self.model_path = "scripted"
+        self.server: dict[str, Any] = {"context_length": CONTEXT}  # what /server_info tells
+        self.queued: int | None = None  # what /v1/loads tells to wait; None: there is no such page
+        self.looks = 0  # how often it was asked for its weights
+        self.on_load: Callable[[], None] = lambda: None  # called when weights are changed
+        self.experts: tuple[int, int] | None = None  # (layers, top_k): routed experts are told when asked for
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._ready = threading.Event()
-        self.port = 0
+        self.port = port
         self._thread.start()
         assert self._ready.wait(30), "the scripted engine did not start"
 
@@ -139,6 +157,7 @@ class ScriptedEngine:
                 web.get("/health", self._health),
                 web.get("/model_info", self._model_info),
                 web.get("/server_info", self._server_info),
+                web.get("/v1/loads", self._loads),
                 *(
                     web.post(f"/{name}", self._control)
                     for name in (
@@ -149,7 +168,7 @@ class ScriptedEngine:
         )  # fmt: skip
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, HOST, 0).start()
+        await web.TCPSite(runner, HOST, self.port).start()
         self.port = runner.addresses[0][1]
         self._ready.set()
         await self._stop.wait()
@@ -159,24 +178,42 @@ class ScriptedEngine:
         return web.Response(text="OK")
 
     async def _model_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"model_path": "scripted", "weight_version": self.label})
+        self.looks += 1
+        return web.json_response({"model_path": self.model_path, "weight_version": self.label})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"context_length": CONTEXT})
+        return web.json_response(self.server)
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        if self.queued is None:
+            raise web.HTTPNotFound
+        rank = {"num_running_reqs": len(self.running), "num_waiting_reqs": self.queued, "num_used_tokens": 0}
+        return web.json_response({"loads": [rank]})
 
     async def _control(self, request: web.Request) -> web.Response:
         name = request.path.lstrip("/")
         body = await request.json() if request.can_read_body else {}
         self.calls.append((name, body))
         if name == "abort_request":
-            self.aborts.append(body["rid"])
-            if body["rid"] in self.running:
-                self.running[body["rid"]].abort.set()
+            self.aborts.append("all" if body.get("abort_all") else body["rid"])
+            for rid, one in list(self.running.items()):
+                if body.get("abort_all") or (rid == body["rid"] and not one.deaf):
+                    one.abort.set()
             return web.Response()
         if name == "pause_generation":
             self.paused = True
             self._unpaused.clear()
+            if body.get("mode") == "abort":  # answered when what ran has ended; what comes meanwhile waits
+                ran = list(self.running.values())
+                for one in ran:
+                    one.abort.set()
+                while any(self.running.get(one.rid) is one for one in ran):
+                    self._ended.clear()
+                    await self._ended.wait()
         elif name == "continue_generation":
+            if self.continue_fails:
+                self.continue_fails -= 1
+                return web.Response(status=500, text="Internal Server Error")
             self.paused = False
             self._unpaused.set()
         else:
@@ -189,7 +226,8 @@ class ScriptedEngine:
             while self.running and not self.paused:  # the writer lock: partials leave with the old label
                 self._ended.clear()
                 await self._ended.wait()
-            self.label = body["weight_version"]
+            self.on_load()
+            self.label, self.model_path = body["weight_version"], body["model_path"]
             if self.load_blocks:
                 await self._stop.wait()
             return web.json_response({"success": True, "message": "loaded", "num_paused_requests": 0})
@@ -200,9 +238,11 @@ class ScriptedEngine:
         script = self.plan(body, len(self.requests))
         self.requests.append(body)
         if script.status is not None:
+            if isinstance(script.body, str):
+                return web.Response(text=script.body, status=script.status)
             return web.json_response(script.body, status=script.status)
         reply = _Reply(request, body, script)
-        one = self.running[body["rid"]] = _Running(body["rid"], asyncio.Event())
+        one = self.running[body["rid"]] = _Running(body["rid"], asyncio.Event(), script.deaf)
         self.most_running = max(self.most_running, len(self.running))
         try:
             return await self._answer(reply, one)
@@ -226,11 +266,12 @@ class ScriptedEngine:
         start, sent = len(reply.body["input_ids"]), 0
         while len(one.ids) < length:
             await self._wait(script, one)
-            if one.abort.is_set() and not script.deaf:
+            if one.abort.is_set():
                 break
             n = len(one.ids)
             one.ids.append(token_at(start + n))
-            one.probs.append(script.wrong.get(n, logprob_at(start + n)))
+            number = None if self.model_path in self.nan_paths else logprob_at(start + n)
+            one.probs.append(script.wrong.get(n, number))
             one.labels.append(self.label)
             n += 1
             if n in (script.die_after, script.done_after, script.error_after):
@@ -258,23 +299,33 @@ class ScriptedEngine:
             waits.append(self._unpaused)
         for event in waits:
             tasks = [asyncio.ensure_future(event.wait())]
-            if not script.deaf:
-                tasks.append(asyncio.ensure_future(one.abort.wait()))
+            tasks.append(asyncio.ensure_future(one.abort.wait()))
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for task in tasks:
                     task.cancel()
 
+    def _experts_of(self, reply: _Reply, generated: int) -> str:
+        """Row r of the sequence has expert_at(r, layer, k), as SGLang sends them."""
+        assert self.experts is not None
+        layers, top_k = self.experts
+        rows = range(reply.body.get("routed_experts_start_len", 0), len(reply.body["input_ids"]) + generated - 1)
+        values = [expert_at(r, layer, k) for r in rows for layer in range(layers) for k in range(top_k)]
+        return base64.b64encode(array("i", values).tobytes()).decode()
+
     def _chunk(self, reply: _Reply, one: _Running, sent: int, kind: str | None) -> dict[str, Any]:
         dialect = reply.script.dialect if reply.streams else "cumulative"
         meta: dict[str, Any] = {
             "id": one.rid, "finish_reason": None if kind is None else {"type": kind},
-            "prompt_tokens": len(reply.body["input_ids"]), "cached_tokens": 0, "completion_tokens": len(one.ids),
+            "prompt_tokens": len(reply.body["input_ids"]), "cached_tokens": self.cached,
+            "completion_tokens": len(one.ids),
             "weight_version": one.labels[-1] if one.labels else self.label,
         }  # fmt: skip
         if kind is not None and self.spans:
             meta["weight_versions"] = _spans(one.labels)
+        if kind is not None and self.experts and reply.body.get("return_routed_experts"):
+            meta["routed_experts"] = self._experts_of(reply, len(one.ids))
         if reply.script.logprobs == "yes":
             meta["output_token_logprobs"] = reply.entries(one, sent if dialect == "incremental" else 0)
         ids = one.ids if dialect == "cumulative" else one.ids[sent:]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 import samplestore
 from samplestore import migrations
@@ -29,10 +30,12 @@ def test_kill_9_of_a_worker_loses_only_what_was_not_flushed(any_bench: Bench) ->
     wait_running([engine], 4)
     any_bench.wait_stored(16)
     first.kill()
-    assert {row["n_tokens"] for row in any_bench.samples()} == {16}, "8 and 8; four more came and were not flushed"
+    # one read may bring all that has come, or the last four may have come alone and wait for more
+    stored = {row["n_tokens"] for row in any_bench.samples()}
+    assert stored <= {16, 20}
     second = any_bench.worker(engine)
     any_bench.wait_all()
-    assert {len(body["input_ids"]) for body in engine.requests[4:]} == {PROMPT_TOKENS + 16}
+    assert {len(body["input_ids"]) for body in engine.requests[4:]} == {PROMPT_TOKENS + n for n in stored}
     assert len(engine.requests) == 8
     assert second.terminate() == 0
     any_bench.exact(32)
@@ -59,20 +62,33 @@ def test_a_worker_that_died_before_it_could_finish_a_complete_answer(any_bench: 
 
 
 def suspend_until_reaped(bench: Bench, worker: Process) -> None:
-    """SIGSTOP outside of any transaction (with the SQLite gate in its hand it would stop everybody), past its ttl."""
+    """SIGSTOP outside of any transaction, past its ttl. With the SQLite gate in its hand it would stop everybody, and
+    on PostgreSQL its locks would keep its samples until idle_in_transaction_session_timeout ends them."""
     for _ in range(10):
+        bench.wait(lambda: between_writes(bench), "nobody writes")
         worker.signal(signal.SIGSTOP)
-        probe = Database(bench.url, busy_s=1.0)
-        try:
-            with probe.writing():
-                pass
+        if between_writes(bench):
             bench.wait(lambda: bench.run.reap().workers, "it is reaped", timeout=6)
             return
-        except (StoreBusy, TimeoutError):
-            worker.signal(signal.SIGCONT)
-        finally:
-            probe.close()
+        worker.signal(signal.SIGCONT)
     raise AssertionError("never caught outside a transaction")
+
+
+def between_writes(bench: Bench) -> bool:
+    probe = Database(bench.url, busy_s=1.0)
+    try:
+        with probe.writing() as connection:
+            return probe.is_sqlite or not connection.execute(sa.text(OPEN_TRANSACTIONS)).scalar()
+    except StoreBusy:
+        return False
+    finally:
+        probe.close()
+
+
+OPEN_TRANSACTIONS = (
+    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
+    "AND application_name = 'samplestore' AND xact_start IS NOT NULL"
+)
 
 
 def test_a_suspended_worker_comes_back_to_nothing(any_bench: Bench) -> None:
@@ -200,7 +216,8 @@ def test_a_request_that_fails_by_itself_fails_the_sample(bench: Bench) -> None:
     for row in bench.samples():
         said = WRONG[bench.prompt_of[row["group_id"]]][1]
         assert (row["status"], row["failures"]) == ("failed", 2) and said in row["error"], row["error"]
-    assert len(engine.requests) == 2 * len(WRONG)
+    asked = [body for body in engine.requests if body["sampling_params"]["max_new_tokens"] > 1]  # no probes
+    assert len(asked) == 2 * len(WRONG)
     bench.sound()
 
 

@@ -17,6 +17,7 @@ import samplestore
 from samplestore import codec
 from samplestore.examples import tiny_model
 from samplestore.run import Run
+from samplestore.verbs import steps
 from tests.engine.conftest import RunningEngine, start_engine
 from tests.support import factory
 from tests.support.processes import Processes
@@ -283,3 +284,34 @@ def test_the_check_can_fail(finished: Path, models: dict[int, Any], tmp_path: Pa
         assert recompute.problems(run, models, tiny_model.EOS_ID) == []
         mutate(run, parts[0], *codec.decode(parts[0]["payload"]))
         assert recompute.problems(run, models, tiny_model.EOS_ID), f"{mutate.__name__} went unseen"
+
+
+@pytest.mark.parametrize("mode", ["partial", pytest.param("sync", marks=pytest.mark.slow)])
+def test_every_logprob_of_a_run_in_steps(
+    mode: str, bench: Bench, fleet: Fleet, folders: list[Path], models: dict[int, Any]
+) -> None:
+    """Three steps with new weights after each. partial: what the end of a step aborted at real engines goes on under
+    the next weights, and no token is generated twice. sync: nothing is aborted, and no sample spans versions."""
+    start_over(fleet, folders)
+    rules = {"over_sampling_batch_size": 8, "max_staleness": 4} if mode == "partial" else {"max_staleness": 0}
+    run = bench.make_run(
+        prompts=40, samples_per_prompt=2, groups_per_step=3, epochs=1, max_new_tokens=NEW_TOKENS, mode=mode, **rules
+    )
+    run.describe_first_weights(str(folders[0]))
+    trainer = factory.register(run, "trainer")
+    worker = bench.worker(router=fleet[0].url, concurrency=16, flush_tokens=12, flush_seconds=0.2)
+    for step in range(VERSIONS - 1):
+        batch = bench.wait(lambda step=step: factory.lease(run, trainer, step, groups=3), f"step {step} is ready")
+        factory.commit(run, batch, trainer)
+        run.publish_weights(str(folders[step + 1]), step=step)
+    bench.wait(lambda: len(factory.events(run, "step_over")) == VERSIONS, "the last step is over")
+    assert worker.terminate() == 0, worker.log()
+    assert recompute.problems(run, models, tiny_model.EOS_ID) == []
+    factory.sound(run)
+    assert {e["reason"] for e in factory.events(run, "abort")} <= {steps.OVER, "worker got SIGTERM"}
+    assert sum(r["lost_tokens"] or 0 for r in bench.requests()) == 0
+    assert factory.fates(run).get("superseded", 0) == factory.fates(run).get("stale", 0) == 0
+    if mode == "partial":
+        assert spanning(run) >= 2 and factory.events(run, "abort_inflight")
+    else:
+        assert spanning(run) == 0 and factory.events(run, "abort_inflight") == []

@@ -96,6 +96,178 @@ def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         list(splitter.feed(b"x" * 80))
 
 
+def test_whole_events_and_cut_ones_split_alike() -> None:
+    events = [b'{"a": 1}', b"", b"[DONE]", b'{"text": "data: x"}']
+    stream = b"".join(b"data: " + e + b"\n\n" for e in events)
+    assert EventSplitter().feed(stream) == events  # as it comes nearly always
+    cut = EventSplitter()
+    assert [e for at in range(len(stream)) for e in cut.feed(stream[at : at + 1])] == events
+    odd = EventSplitter()
+    assert odd.feed(b"event: x\ndata:1\ndata: 2\n\nid: 7\n\n: still here\n\ndata: 3\r\n\r\ndata: 4") == [b"1\n2", b"3"]
+    assert odd.feed(b"\n\n") == [b"4"]
+
+
+# -- the dialects of the releases, chunk by chunk: ids, entries of log-probs, completion_tokens
+
+
+def release_chunk(ids: list[int], entries: list[int], total: int, reason: str | None = None, **meta: Any) -> Any:
+    """A chunk with these ids, and log-prob entries of the tokens at these places of IDS."""
+    return {
+        "text": "never read",
+        "output_ids": ids,
+        "meta_info": {
+            "finish_reason": None if reason is None else {"type": reason},
+            "completion_tokens": total,
+            "output_token_logprobs": [[PROBS[place], IDS[place], None] for place in entries],
+            "output_token_logprobs_length": total,
+            **meta,
+        },
+    }
+
+
+RELEASES = {
+    "all, by default": [
+        ([7], [0], 1, None), ([7, 8, 9], [0, 1, 2], 3, None), (IDS, [0, 1, 2, 3, 4], 5, "stop"),
+    ],
+    "0.5.9 --stream-output: ids are deltas, text and log-probs are not": [
+        ([7], [0], 1, None), ([8, 9], [0, 1, 2], 3, None), ([10, 11], [0, 1, 2, 3, 4], 5, "stop"),
+    ],
+    "0.5.10 incremental: ids and text are deltas, log-probs are not; the last chunk brings nothing": [
+        ([7, 8], [0, 1], 2, None), ([9, 10, 11], [0, 1, 2, 3, 4], 5, None), ([], [0, 1, 2, 3, 4], 5, "stop"),
+    ],
+    "0.5.12.post1, 0.5.23 incremental: all are deltas": [
+        ([7], [0], 1, None), ([8, 9], [1, 2], 3, None), ([10, 11], [3, 4], 5, "stop"),
+    ],
+    "0.5.23 incremental, retracted, then aborted: the last token again, and all log-probs": [
+        ([7, 8, 9], [0, 1, 2], 3, None), ([10, 11], [3, 4], 5, None), ([11], [0, 1, 2, 3, 4], 5, "abort"),
+    ],
+    "0.5.9 by default, retracted, then aborted": [
+        ([7, 8, 9], [0, 1, 2], 3, None), (IDS, [0, 1, 2, 3, 4], 5, None), ([11], [0, 1, 2, 3, 4], 5, "abort"),
+    ],
+    "chunks that coalesced, and empty ones while text lags": [
+        ([], [], 0, None), ([7, 8, 9, 10], [0, 1, 2, 3], 4, None), ([], [], 4, None), ([11], [4], 5, "length"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_the_dialect_of_a_release(name: str) -> None:
+    reader, ids, probs = ReplyReader(), [], []
+    for one in RELEASES[name]:
+        delta = reader.feed(release_chunk(*one))
+        ids += delta.ids
+        probs += delta.logprobs or []
+    assert (ids, probs) == (IDS, PROBS)
+    assert reader.totals.completion_tokens == 5
+    assert reader.totals.finish_reason == RELEASES[name][-1][3]
+
+
+@pytest.mark.parametrize(
+    ("name", "cumulative"),
+    [*zip(RELEASES, [True, True, True, False, False, True, False], strict=True)],
+)
+def test_whether_a_stream_repeats_itself(name: str, cumulative: bool) -> None:
+    reader = ReplyReader()
+    reader.feed(release_chunk(*RELEASES[name][0]))
+    assert not reader.cumulative  # one chunk has no dialect
+    for one in RELEASES[name][1:]:
+        reader.feed(release_chunk(*one))
+    assert reader.cumulative == cumulative
+
+
+@pytest.mark.parametrize(
+    ("dialect", "chunk_tokens", "refused_at"),
+    [("cumulative", 1, 2049), ("delta_ids", 8, 2056), ("cumulative", 16, None), ("incremental", 1, None)],
+)
+def test_a_long_cumulative_stream_is_too_costly(dialect: str, chunk_tokens: int, refused_at: int | None) -> None:
+    n = 2400
+    ids, probs, reader = list(range(n)), [-0.5] * n, ReplyReader()
+    for start in range(0, n, chunk_tokens):
+        reader.feed(chunk(ids, probs, start, start + chunk_tokens, dialect))
+        if (told := reader.too_costly()) is not None:
+            assert "--incremental-streaming-output" in told and "--mode sliced" in told
+            assert reader.totals.completion_tokens == refused_at
+            return
+    assert refused_at is None
+
+
+def test_a_long_unary_answer_is_not_too_costly() -> None:
+    reader = ReplyReader()
+    reader.feed(chunk([1] * 9000, [-0.5] * 9000, 0, 9000, "cumulative", "stop"))
+    assert reader.too_costly() is None
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("chunks", "without"),
+    [
+        ([[None, None, None]], True),
+        ([[NAN, None], [NAN]], True),
+        ([[None], [-0.5]], False),
+        ([[-0.5], [None, None]], False),
+        ([[0]], False),
+        ([["-0.5"]], True),
+        ([[]], False),  # no token yet: nothing is known
+    ],
+)
+def test_an_answer_without_a_number(chunks: list[list[Any]], without: bool) -> None:
+    """Weights that are not finite: every log-prob is null or NaN, with HTTP 200."""
+    probs = [p for one in chunks for p in one]
+    reader, at = ReplyReader(), 0
+    for one in chunks:
+        reader.feed(chunk(list(range(len(probs))), probs, at, at + len(one), "incremental"))
+        at += len(one)
+    assert reader.without_numbers == without
+
+
+def test_an_answer_without_logprobs_is_not_one_of_null_logprobs() -> None:
+    reader = ReplyReader()
+    assert reader.feed({"output_ids": [5, 6], "meta_info": {"completion_tokens": 2}}).logprobs is None
+    assert not reader.without_numbers
+
+
+def test_counts_of_speculative_decoding_and_of_the_cache_are_kept() -> None:
+    told = {
+        "spec_accept_rate": 0.75, "spec_accept_length": 3.25, "spec_verify_ct": 12, "spec_num_correct_drafts": 27,
+        "spec_num_proposed_drafts": 36, "spec_correct_drafts_histogram": [1, 4, 7],
+        "cached_tokens_details": {"device": 64, "host": 0},
+    }  # fmt: skip
+    older = {"spec_accept_token_num": 27, "spec_draft_token_num": 36}
+    for one in (told, older):
+        reader = ReplyReader()
+        reader.feed(chunk(IDS, PROBS, 0, 5, "incremental", "stop", **one, queue_time=0.25, e2e_latency=1.5))
+        assert reader.totals.spec == one
+        assert (reader.totals.queue_s, reader.totals.e2e_s) == (0.25, 1.5)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [None, True, "0.5", -1, float("nan"), float("inf"), 10**30, [1, "2"], [1] * 65, {"device": "many"}, {}, [[1]]],
+)
+def test_telemetry_that_is_no_number_is_left_out(odd: Any) -> None:
+    reader = ReplyReader()
+    reader.feed(chunk(IDS, PROBS, 0, 5, "incremental", "stop", spec_accept_rate=odd, spec_verify_ct=3))
+    assert reader.totals.spec == {"spec_verify_ct": 3}
+
+
+def test_telemetry_of_the_first_chunk_outlives_a_last_one_without() -> None:
+    reader = ReplyReader()
+    reader.feed(chunk(IDS, PROBS, 0, 3, "incremental", prompt_tokens=9, cached_tokens=4, num_retractions=0))
+    reader.feed({"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}, "total_retractions": 1}})
+    totals = reader.totals
+    assert (totals.prompt_tokens, totals.cached_tokens, totals.retractions) == (9, 4, 1)
+
+
+def test_routed_experts_come_with_the_last_chunk() -> None:
+    reader = ReplyReader()
+    reader.feed(chunk(IDS, PROBS, 0, 3, "incremental"))
+    assert reader.totals.routed_experts is None
+    reader.feed(chunk(IDS, PROBS, 3, 5, "incremental", "stop", routed_experts="AAAA"))
+    assert reader.totals.routed_experts == "AAAA"
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_unary_answer_is_one_chunk(dialect: str) -> None:
     ids, probs, reader = read([chunk(IDS, PROBS, 0, 5, dialect, "length", prompt_tokens=3, cached_tokens=2)])
@@ -161,6 +333,12 @@ def broken(**changes: Any) -> dict[str, Any]:
         (broken(output_token_logprobs=[-0.1] * 5), "entry 0 is -0.1"),
         (broken(output_token_logprobs=[[-0.1]] * 5), "entry 0 is"),
         (broken(output_token_logprobs=[[-0.1, i, None] for i in (7, 8, 99, 10, 11)]), "entry 2 is of token 99"),
+        (broken(output_token_logprobs=[["-0.1", "7"]] * 5), "entry 0 is of token '7'"),
+        (broken(output_token_logprobs=["ab"] * 5), "entry 0 is ab"),
+        (broken(output_token_logprobs=[{"1": 7}] * 5), "entry 0 is {'1': 7}"),
+        (broken(output_token_logprobs_length=4), "5 tokens by completion_tokens, but 4 log-probs"),
+        (broken(output_token_logprobs_length="five"), "5 tokens by completion_tokens, but five log-probs"),
+        (broken(routed_experts=[1, 2]), "routed_experts is list"),
         (broken(finish_reason=7), "finish_reason is '7'"),
         (broken(finish_reason={}), "finish_reason is '{}'"),
         (broken(finish_reason={"type": None}), "finish_reason is"),
@@ -202,7 +380,10 @@ def test_information_that_fits_no_column_is_left_out() -> None:
         ({"error": {"message": "no_available_workers", "code": "no_available_workers"}}, 503, "busy", "no_available"),
         ({"error": {"code": "call_upstream_request_error"}}, 500, "unreachable", "call_upstream"),
         ("<html>bad gateway</html>", 502, "busy", "bad gateway"),
-        (None, 500, "unreachable", "None"),
+        (None, 500, "unreachable", "it says no more"),
+        ({"object": "error", "message": "bad state", "type": "x", "code": 500}, 500, "error", "bad state"),
+        ({"error": {"message": "bad state", "code": 500}}, 200, "error", "bad state"),
+        ({"error": {"message": "no", "code": True}}, 500, "unreachable", "no"),
         (["odd"], 404, "refused", "odd"),
     ],
 )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from samplestore.workers.generation import carried_temperature
 from tests.support import factory
 from tests.support.scripted_engine import Script
 from tests.worker.conftest import PROMPT_TOKENS, Bench
@@ -92,3 +96,17 @@ def test_the_context_of_the_engine_bounds_the_budget(bench: Bench) -> None:
     assert worker.wait(40) == 0, worker.log()
     [body] = engine.requests
     assert body["sampling_params"]["max_new_tokens"] == 4096 - PROMPT_TOKENS - 6
+
+
+@pytest.mark.parametrize(
+    ("sampling", "carried"),
+    [
+        ({}, 1.0),
+        ({"temperature": 0.7}, 0.7),
+        ({"temperature": 0}, 1.0),  # greedy: the engine computes log-probs at 1
+        ({"temperature": 0.7, "top_k": 1}, None),  # greedy only if the whole batch is
+        ({"temperature": 1.0, "top_k": 1}, 1.0),
+    ],
+)
+def test_the_temperature_that_log_probs_carry(sampling: dict[str, Any], carried: float | None) -> None:
+    assert carried_temperature(sampling) == carried

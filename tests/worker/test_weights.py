@@ -40,12 +40,17 @@ def loads(engine: ScriptedEngine) -> list[dict[str, Any]]:
 
 
 def test_mode_abort(any_bench: Bench) -> None:
-    """In-flight requests are aborted by the update itself, and resumed under the new weights."""
+    """In-flight requests are aborted by a pause, and resumed under the new weights. The cache is emptied while nothing
+    runs: otherwise some engines change the weights and keep the label, and others die."""
     worker, engine = in_flight(any_bench, "abort", Script(stall_after=12))
     made = any_bench.run.publish_weights("/weights/1", step=1)
     assert worker.wait(40) == 0, worker.log()
     assert [(b["model_path"], b["weight_version"]) for b in loads(engine)] == [("/weights/1", made.label)]
-    assert (loads(engine)[0]["abort_all_requests"], loads(engine)[0]["flush_cache"]) == (True, True)
+    assert (loads(engine)[0]["abort_all_requests"], loads(engine)[0]["flush_cache"]) == (False, True)
+    told = [(name, body.get("mode")) for name, body in engine.calls if name != "abort_request"]
+    assert told == [
+        ("pause_generation", "abort"), ("update_weights_from_disk", None), ("continue_generation", None),
+    ]  # fmt: skip
     assert versions(any_bench) == [[(0, 0, 12), (1, 1, 20)]] * 4
     assert [len(b["input_ids"]) for b in engine.requests] == [PROMPT_TOKENS] * 4 + [PROMPT_TOKENS + 12] * 4
     assert {(r["n_aborts"], r["n_resumes"], r["failures"]) for r in any_bench.samples()} == {(1, 1, 0)}
@@ -176,12 +181,31 @@ def test_a_worker_that_is_told_not_to_update_engines(bench: Bench) -> None:
 def test_a_label_that_nobody_published_stays_unknown(bench: Bench) -> None:
     """Never taken for version 0, nor for the current one."""
     bench.make_run(samples_per_prompt=2, epochs=1)
-    engine = bench.engine(label="somebody-elses")
+
+    def relabelled(body: dict[str, Any], n: int) -> Script:
+        engine.label = "somebody-elses"  # between the look at the engine and the request
+        return Script()
+
+    engine = bench.engine(relabelled)
     worker = bench.worker(engine, exit_when_done=True)
     assert worker.wait(40) == 0, worker.log()
     assert versions(bench) == [[(None, None, 32)]] * 2
     assert [r["version_unknown"] for r in bench.samples()] == [1, 1]
     bench.exact(32)
+    bench.sound()
+
+
+def test_an_engine_with_weights_of_nobody_gets_no_requests(bench: Bench) -> None:
+    """Its tokens could never be trained on. Told how, the operator brings it to the run's weights, and it goes on."""
+    bench.make_run(samples_per_prompt=2, epochs=1)
+    engine = bench.engine(label="somebody-elses")
+    worker = bench.worker(engine, exit_when_done=True)
+    worker.wait_for_log("samplestore engines update")
+    assert "has not published" in str(bench.run.why())
+    assert engine.requests == []
+    engine.label = "default"
+    assert worker.wait(40) == 0, worker.log()
+    assert versions(bench) == [[(0, 0, 32)]] * 2
     bench.sound()
 
 

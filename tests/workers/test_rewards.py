@@ -193,7 +193,7 @@ async def test_function_that_forks_answers_once(steered: RewardPool) -> None:
 )
 def test_stray_or_malformed_replies_are_no_results(reply: dict[str, Any]) -> None:
     with pytest.raises(ChildFailed):
-        _read_reply(reply, 7, 0.1)
+        _read_reply(reply, 7, 0.1, RewardResult)
 
 
 # ---- what is sent

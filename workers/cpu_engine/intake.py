@@ -156,9 +156,10 @@ class Intake:
 
     def _limit(self, prompt: int, params: SamplingParams) -> int:
         context = self.limits.context_length
-        if prompt > context - _PROMPT_MARGIN:
+        if prompt >= context - _PROMPT_MARGIN:
             raise BadRequest(
-                f"The input ({prompt} tokens) is longer than the model's context length ({context} tokens)."
+                f"Input length ({prompt} tokens) exceeds the maximum allowed length "
+                f"({context - _PROMPT_MARGIN} tokens)."
             )
         if params.max_new_tokens is not None and prompt + params.max_new_tokens > context:
             raise BadRequest(

@@ -153,7 +153,8 @@ class Scheduler:
         """Change the version label only; `abort_all` aborts what is in flight first."""
         if abort_all:
             self.abort_all()
-        await self._pulse.until(lambda: not self._busy)
+        # In the middle of a step too, whose tokens keep the label that it began with. To wait for its end is to wait
+        # for the last one: without an interval the next step begins before anybody else gets a turn.
         self.version = version
 
     async def drained(self) -> None:

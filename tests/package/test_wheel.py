@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.support.postgres import Databases
+
+ROOT = Path(__file__).parent.parent.parent
 # Folders of the checkout, and where their files must be in the wheel.
 INSTALLED_AS = {
     "samplestore": "samplestore",
@@ -23,7 +25,10 @@ INSTALLED_AS = {
     "dashboard": "samplestore/dashboard",
     "examples": "samplestore/examples",
     "alembic": "samplestore/_alembic",
+    "tests/support": "samplestore/testing/support",
+    "tests/contract": "samplestore/testing/contract",
 }
+OF_TESTS = ("tests/__init__.py", "tests/conftest.py")  # the only files of that folder itself
 IS_CODE = re.compile(r"\.(py|typed|toml|css|js|html)$")
 
 pytestmark = pytest.mark.timeout(900)  # installing waits for the package index
@@ -43,11 +48,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("source")
     for name in INSTALLED_AS:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, copy)
+    (copy / "tests" / "data").mkdir()
+    for name in ("pyproject.toml", "README.md", "tests/data/cases.json", *OF_TESTS):
+        shutil.copy(ROOT / name, copy / name)
     run([sys.executable, "-m", "build", "--wheel", "--outdir", copy / "dist", copy], copy)
     (built,) = (copy / "dist").glob("samplestore-*.whl")
     return built
+
+
+def test_a_wheel_of_the_checkout_has_no_other_tests() -> None:
+    """setuptools packs every module of a folder that is a package: tests/ itself must hold no more than it gives."""
+    assert {f"tests/{path.name}" for path in (ROOT / "tests").glob("*.py")} == set(OF_TESTS)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +83,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
     assert "samplestore/_alembic/env.py" in inside
     assert any(re.fullmatch(r"samplestore/_alembic/versions/0001_\w+\.py", name) for name in inside)
     assert "samplestore/py.typed" in inside
+    assert "samplestore/testing/conftest.py" in inside
 
 
 def test_the_wheel_adds_one_import_name(wheel: Path) -> None:
@@ -93,3 +105,30 @@ def test_a_core_installation_works_away_from_the_checkout(clean_bin: Path, tmp_p
     overview = run([samplestore, "--help"], tmp_path)
     for command in commands:
         assert command in overview
+
+
+@pytest.mark.parametrize("backend", ["sqlite", "postgres"])
+def test_the_contract_suite_runs_from_the_wheel(
+    backend: str, wheel: Path, clean_bin: Path, postgres_server: Databases, tmp_path: Path
+) -> None:
+    """As somebody else runs it on a server of theirs: away from the checkout, and on the database that they name."""
+    run([clean_bin / "python", "-m", "pip", "install", "--quiet", f"{wheel}[testing]"], tmp_path)
+    url = "sqlite:" if backend == "sqlite" else postgres_server.url("postgres")
+    suite = ["-m", "samplestore.testing.contract", "-v", "--samplestore-url", url]
+    told = run([clean_bin / "python", *suite, "-k", "test_claim or test_gate or test_ledger_check"], tmp_path)
+    assert re.search(r"= \d+ passed, \d+ deselected", told), told
+    assert not re.search(r"\d+ (failed|errors?|skipped)", told), told
+    other = {"sqlite": "postgres", "postgres": "sqlite"}[backend]
+    assert f"[{backend}]" in told and f"[{other}]" not in told
+    assert ("test_a_stopped_holder_is_named" in told) == (backend == "sqlite"), "the gate is SQLite's"
+
+
+def test_nothing_that_is_installed_needs_the_contract_suite() -> None:
+    """samplestore.testing stands above everything: it needs pytest, and whatever imported it would, too."""
+    folders = [ROOT / name for name in INSTALLED_AS if not name.startswith("tests")]
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    assert len(files) > 50
+    assert [path for path in files if re.search(r"\b(samplestore\.testing|import testing)\b", path.read_text())] == []
+    inside = [path for name in ("tests/support", "tests/contract") for path in (ROOT / name).glob("*.py")]
+    outside = re.compile(r"^\s*(from|import) tests\b", re.MULTILINE)
+    assert [path for path in inside if outside.search(path.read_text())] == [], "use relative imports: see conftest.py"

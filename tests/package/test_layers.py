@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 FOLDERS = ("workers", "dashboard", "examples")  # installed inside samplestore
 IMPORT_LINTER = "import sys; from importlinter.cli import lint_imports_command; lint_imports_command(sys.argv[1:])"
 

@@ -1,0 +1,96 @@
+"""What hooks written for slime are called with: its `args`, and samples that have its names.
+
+Only what a hook reads is here; fields that nothing in this store answers to are None. Names and meanings are those of
+slime.utils.types.Sample. A hook may set any attribute: `remove_sample` is the one that is read back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from samplestore.states import RolloutMode
+from samplestore.types import RunSettings
+
+
+class SlimeStatus(Enum):
+    """Equal to a member of slime's own Sample.Status, and to its text: a hook that compares with either is right."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.value == getattr(other, "value", other))
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+
+@dataclass
+class HookSample:
+    """A sample as slime's hooks know it.
+
+    tokens           prompt ids, then response ids (int32 array, or a list in a worker's filter process)
+    weight_versions  the versions of its tokens, oldest first, as text
+    oldest_version   the weight version of its oldest trained token, as a number; None: unknown. slime has no such field
+    index            within the run; a fork has that of the sample it was forked from, and so its rollout_id
+    metadata         of the prompt; has `start_rollout_id` once the sample was stopped in the middle: the step for which
+                     its first token was generated
+    """
+
+    Status: ClassVar[type[SlimeStatus]] = SlimeStatus
+
+    group_index: int
+    index: int
+    prompt: Any
+    tokens: Any
+    response: str
+    response_length: int
+    label: Any
+    reward: float | None
+    status: SlimeStatus
+    metadata: dict[str, Any]
+    weight_versions: list[str] = field(default_factory=list)
+    oldest_version: int | None = None
+    sample_id: int = 0
+    loss_mask: Any = None
+    rollout_log_probs: Any = None
+    remove_sample: bool = False
+
+    @property
+    def rollout_id(self) -> int:
+        return self.index
+
+    def get_reward_value(self, args: Any) -> Any:
+        """The reward; `args.reward_key` chose it when it was scored."""
+        return self.reward
+
+
+def hook_args(settings: RunSettings, **more: Any) -> SimpleNamespace:
+    """slime's args as far as they have a meaning here, and `more`."""
+    size = settings.over_sampling_batch_size
+    return SimpleNamespace(
+        n_samples_per_prompt=settings.samples_per_prompt, rollout_batch_size=settings.groups_per_step,
+        over_sampling_batch_size=settings.groups_per_step if size is None else size,
+        rollout_max_response_len=settings.max_new_tokens,
+        rollout_temperature=settings.sampling.get("temperature", 1.0), rollout_seed=settings.seed,
+        reward_key=None, eval_reward_key=None, partial_rollout=settings.mode == RolloutMode.PARTIAL, **more,
+    )  # fmt: skip
+
+
+def verdict(said: Any) -> str | None:
+    """Why a dynamic sampling filter drops its group, None where it keeps it. `said`: a bool (or a 0-d array of one), a
+    reason to drop (text; None keeps), or an object with `keep` and `reason`. Raises TypeError for anything else."""
+    if said is None or isinstance(said, str):
+        return said or None
+    keep, reason = (said.keep, getattr(said, "reason", None)) if hasattr(said, "keep") else (said, None)
+    if not isinstance(keep, bool):
+        keep = keep.item() if callable(getattr(keep, "item", None)) else keep
+    if not isinstance(keep, bool):
+        raise TypeError(f"the filter returned {type(said).__name__}; it must be a bool, or have keep and reason")
+    return None if keep else str(reason or "custom filter")

@@ -1,0 +1,83 @@
+"""The statements on calls to engines, built once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import bindparam
+
+from samplestore.clock import db_now
+from samplestore.models import Request, Sample
+from samplestore.statements.prepared import Over, Prepared, given
+
+request, sample = Request.__table__, Sample.__table__
+
+
+BEGUN: dict[str, Any] = {
+    "rid": sa.Text, "sample_id": sa.BigInteger, "worker_id": sa.BigInteger, "attempt": sa.BigInteger,
+    "incarnation": sa.BigInteger, "engine": sa.Text, "temperature": sa.Double, "resumed_tokens": sa.BigInteger,
+    "sampling_seed": sa.BigInteger, "greedy": sa.BigInteger,
+}  # fmt: skip
+
+
+def _begin() -> Over:
+    """Record requests of samples' owners, each once. The samples are locked, in the order of their ids: without, a row
+    could be written for a worker that a reap has just freed of its sample."""
+    new = given(BEGUN)
+    held = (
+        sa.select(sample.c.id, sample.c.run_id, sample.c.owner, sample.c.attempt, sample.c.incarnation)
+        .where(sample.c.id.in_(sa.select(new.c.sample_id)))
+        .order_by(sample.c.id)
+        .with_for_update(key_share=True)
+        .cte("held")
+    )
+    there = sa.exists().where(request.c.rid == new.c.rid).correlate_except(request)
+    none_yet: Any = sa.literal_column("0")
+    row: dict[str, Any] = {
+        **{name: new.c[name] for name in BEGUN}, "run_id": held.c.run_id, "started_at": db_now(),
+        "stored_tokens": none_yet,
+    }  # fmt: skip
+    rows = (
+        sa.select(*row.values())
+        .select_from(new.join(held, held.c.id == new.c.sample_id))
+        .where(
+            held.c.owner == new.c.worker_id,
+            held.c.attempt == new.c.attempt,
+            held.c.incarnation == new.c.incarnation,
+            ~there,
+        )
+    )
+    return Over(new, sa.insert(request).from_select(list(row), rows).inline())
+
+
+STORED_MORE: dict[str, Any] = {"rid": sa.Text, "sample_id": sa.BigInteger, "n": sa.BigInteger}
+
+
+def _stored() -> Over:
+    """Count tokens that were stored of requests, which only the owners of their samples write."""
+    more = given(STORED_MORE)
+    return Over(
+        more,
+        sa.update(request)
+        .where(request.c.rid == more.c.rid, request.c.sample_id == more.c.sample_id)
+        .values(stored_tokens=request.c.stored_tokens + more.c.n),
+    )
+
+
+BEGIN, STORED = _begin(), _stored()
+OF = Prepared(sa.select(request.c.id).where(request.c.rid == bindparam("of_rid")))
+ENDED = Prepared(sa.select(request.c.finished_at).where(request.c.rid == bindparam("of_rid")))
+END = Prepared(
+    sa.update(request)
+    .where(request.c.rid == bindparam("of_rid"), request.c.run_id == bindparam("b_run"))
+    .values(
+        engine=sa.func.coalesce(bindparam("b_engine", type_=sa.Text), request.c.engine),
+        prompt_tokens=bindparam("b_prompt"), cached_tokens=bindparam("b_cached"),
+        generated_tokens=bindparam("b_generated"),
+        lost_tokens=bindparam("b_generated", type_=sa.BigInteger) - request.c.stored_tokens,
+        lost_reason=bindparam("b_lost"), retractions=bindparam("b_retractions"), queue_s=bindparam("b_queue_s"),
+        e2e_s=bindparam("b_e2e_s"), finish_reason=bindparam("b_reason"), spec=bindparam("b_spec"),
+        finished_at=db_now(),
+    )
+)  # fmt: skip

@@ -1,0 +1,95 @@
+"""Asking workers to abort what is in flight at the engines: everything of a run, some groups, or some samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+
+from samplestore import codec
+from samplestore.errors import InvalidSetting, NotInRun
+from samplestore.models import Event, Run, Sample
+from samplestore.verbs.tx import Tx
+
+run, sample, event = Run.__table__, Sample.__table__, Event.__table__
+
+KIND = "abort_inflight"
+
+
+class Asked(NamedTuple):
+    """One request to abort: why, and which samples (None: all of the run)."""
+
+    reason: str
+    samples: frozenset[int] | None
+
+
+def abort_inflight(
+    tx: Tx,
+    reason: str,
+    samples: Sequence[int] | None = None,
+    groups: Sequence[int] | None = None,
+    by: str | None = None,
+) -> tuple[int, set[tuple[int, int]]]:
+    """Ask workers to abort what is in flight at the engines; they store the partials and release the samples, which
+    stay resumable. `by`: who asks. Returns the number of the request, which workers follow, and the (sample id,
+    attempt) that it concerns. Raises InvalidSetting, NotInRun."""
+    if not reason:
+        raise InvalidSetting("reason", reason, "a few words: why")
+    row = tx.lock_run()
+    named = None if samples is None and groups is None else _named(tx, samples or (), groups or ())
+    number = ask(tx, row, codec.clean_text(reason, 200), named, by)
+    return number, in_flight(tx.connection, tx.run_id, named)
+
+
+def ask(tx: Tx, row: Any, reason: str, samples: list[int] | None, by: str | None, worker_id: int | None = None) -> int:
+    """Tell the workers, and note who wants what aborted, and why. row: the run's, locked. Returns the number."""
+    number = int(row.abort_seq) + 1
+    tx.execute(sa.update(run).where(run.c.id == tx.run_id).values(abort_seq=number, abort_reason=reason))
+    details = {"number": number, "samples": samples, "by": by}
+    tx.event(KIND, reason, worker_id=worker_id or None, details=details)
+    return number
+
+
+def _named(tx: Tx, samples: Sequence[int], groups: Sequence[int]) -> list[int]:
+    found: set[int] = set()
+    for what, column, wanted in (("sample", sample.c.id, samples), ("group", sample.c.group_id, groups)):
+        if not wanted:
+            continue
+        mine = sample.c.run_id == tx.run_id
+        rows = tx.execute(sa.select(sample.c.id, column.label("named")).where(mine, column.in_(list(wanted)))).all()
+        if missing := sorted({*wanted} - {row.named for row in rows}):
+            raise NotInRun(what, missing)
+        found |= {row.id for row in rows}
+    return sorted(found)
+
+
+def asked_since(connection: sa.Connection, run_id: int, number: int, now: int) -> list[Asked]:
+    """The requests to abort after `number`, up to `now`."""
+    rows = connection.execute(
+        sa.select(event.c.reason, event.c.details)
+        .where(event.c.run_id == run_id, event.c.kind == KIND)
+        .order_by(event.c.id.desc())
+    )
+    # By their numbers: another one may have come since `now` was read, and the clock may have been set back.
+    found = []
+    for row in rows:
+        asked = (row.details or {}).get("number", 0)
+        if asked <= number:
+            break
+        if asked <= now:
+            found.append(_as_asked(row.reason, row.details or {}))
+    return found
+
+
+def _as_asked(reason: str | None, details: dict[str, Any]) -> Asked:
+    samples = details.get("samples")
+    return Asked(reason or "asked to", None if samples is None else frozenset(samples))
+
+
+def in_flight(connection: sa.Connection, run_id: int, samples: Sequence[int] | None = None) -> set[tuple[int, int]]:
+    """(sample id, attempt) of samples that a worker holds now, of all or of those named."""
+    query = sa.select(sample.c.id, sample.c.attempt).where(sample.c.run_id == run_id, sample.c.owner.is_not(None))
+    if samples is not None:
+        query = query.where(sample.c.id.in_(list(samples)))
+    return {(row.id, row.attempt) for row in connection.execute(query)}

@@ -1,0 +1,367 @@
+"""Control calls to one engine. They never pass a router: it answers 404, or asks an engine of its own choice.
+
+Every answer is checked; what breaks the protocol is an EngineError. Whatever an engine does not tell is None.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from samplestore.states import WeightUpdateMode
+from samplestore.types import EngineFacts
+from samplestore.verbs.weights import MAX_COUNTER
+from samplestore.workers.engine_client import EngineClient
+from samplestore.workers.replies import MAX_COUNT, EngineError
+
+PAUSE_MODES = ("abort", "retract", "in_place")
+PAUSE_S = 60.0  # mode abort answers when the engine is idle
+MEMORY_S = 120.0  # weights travel between GPU and host
+UPDATE_S = 600.0
+MAX_CONFIG_BYTES = 2**20
+KEYS_SINCE = (0, 5, 12)  # 0.5.9 drops extra_key on its way to the scheduler
+COUNTER = "sglang:generation_tokens_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """label: of the weights that it serves. model_path: where they were loaded from."""
+
+    label: str | None
+    model_path: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """How an engine was started. context_length: tokens. stream_interval: tokens of a chunk; incremental: chunks are
+    deltas. speculative: name of the algorithm. release: version of SGLang. stop_ids: tokens that end a response, where
+    the model's folder exists on this machine too."""
+
+    context_length: int | None = None
+    vocab_size: int | None = None
+    release: str | None = None
+    stream_interval: int | None = None
+    incremental: bool | None = None
+    page_size: int | None = None
+    metrics: bool | None = None
+    speculative: str | None = None
+    routed_experts: bool | None = None
+    memory_saver: bool | None = None
+    stop_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that run, requests that wait, tokens in the key/value cache that are in use."""
+
+    running: int | None = None
+    queued: int | None = None
+    tokens: int | None = None
+
+
+# -- asking
+
+
+async def info(client: EngineClient, url: str, timeout_s: float = 10.0) -> Info:
+    """What an engine serves. Raises EngineError."""
+    told = await _either(client, url, ("/model_info", "/get_model_info"), timeout_s)
+    if told is None:
+        raise EngineError("broken", f"{url} is no SGLang engine: it has no /model_info", 404)
+    return Info(_text(told.get("weight_version")), _text(told.get("model_path"), 4096))
+
+
+async def server(client: EngineClient, url: str, timeout_s: float = 10.0) -> Server:
+    """How an engine was started. Raises EngineError."""
+    told = await _either(client, url, ("/server_info", "/get_server_info"), timeout_s)
+    if told is None:
+        return Server()
+    # The older name of a flag has another meaning on some releases: only what is told under the newer one counts.
+    found = Server(
+        context_length=_count(told.get("context_length")) or await _context(client, url, timeout_s),
+        vocab_size=_count(told.get("vocab_size")),
+        release=_text(told.get("version")),
+        stream_interval=_count(told.get("stream_interval")),
+        incremental=_flag(told.get("incremental_streaming_output")),
+        page_size=_count(told.get("page_size")),
+        metrics=_flag(told.get("enable_metrics")),
+        speculative=_text(told.get("speculative_algorithm")),
+        routed_experts=_flag(told.get("enable_return_routed_experts")),
+        memory_saver=_flag(told.get("enable_memory_saver")),
+    )
+    path = _text(told.get("model_path"), 4096)
+    if path is None:
+        return found
+    vocab, stop_ids = await asyncio.to_thread(lambda: (_vocab_of(path), stop_ids_of(path)))
+    return replace(found, vocab_size=found.vocab_size or vocab, stop_ids=stop_ids)
+
+
+async def health(client: EngineClient, url: str, timeout_s: float = 5.0) -> None:
+    """Ask as a router does. By default the engine generates a token to answer, so a paused one is silent for 20 s and
+    then says 503. Raises EngineError where it does not answer in time or says that it is not well."""
+    await client.get(f"{url}/health", timeout_s)
+
+
+async def load(client: EngineClient, url: str, timeout_s: float = 10.0) -> Load:
+    """What an engine is doing, over all its data-parallel ranks; all None where the release can't tell. Raises
+    EngineError."""
+    try:
+        told = await client.get(f"{url}/v1/loads?include=core", timeout_s)
+    except EngineError as error:
+        if error.status not in (404, 405, 500):  # 0.5.9 with newer libraries breaks down over this page
+            raise
+        return await _older_load(client, url, timeout_s)
+    ranks = _ranks(told.get("loads") if isinstance(told, dict) else None, f"{url}/v1/loads")
+    return Load(_sum(ranks, "num_running_reqs"), _sum(ranks, "num_waiting_reqs"), _sum(ranks, "num_used_tokens"))
+
+
+async def generated_tokens(client: EngineClient, url: str, timeout_s: float = 10.0) -> int | None:
+    """Tokens generated since the engine started, as it counts them: a request's are added when it ends. None without
+    --enable-metrics. Raises EngineError."""
+    try:
+        page = await client.text(f"{url}/metrics", timeout_s)
+    except EngineError as error:
+        if error.status in (404, 405):
+            return None
+        raise
+    if "sglang:" not in page:
+        return None
+    counted = 0.0  # a counter that nothing was added to yet is not on the page
+    for line in page.splitlines():
+        name, _, value = line.rpartition(" ")
+        if name == COUNTER or name.startswith(f"{COUNTER}{{"):
+            try:
+                counted += float(value)
+            except ValueError:
+                counted = math.nan
+    if not 0 <= counted < MAX_COUNTER:
+        raise EngineError("broken", f"{url}/metrics has no number of tokens in {COUNTER}")
+    return int(counted)
+
+
+async def facts(client: EngineClient, url: str, timeout_s: float = 10.0) -> EngineFacts:
+    """What is recorded of an engine each time it is looked at. Raises EngineError."""
+    started, now, counter = await asyncio.gather(
+        server(client, url, timeout_s), load(client, url, timeout_s), generated_tokens(client, url, timeout_s)
+    )
+    return EngineFacts(counter, started.context_length, started.release, now.running, now.queued)
+
+
+# -- telling
+
+
+async def pause(client: EngineClient, url: str, mode: str, timeout_s: float = PAUSE_S) -> None:
+    """abort: what runs is handed back. retract: back into the queue, computed again later. in_place: frozen. In each,
+    new requests wait. Raises EngineError."""
+    if mode not in PAUSE_MODES:
+        raise ValueError(f"pause mode must be one of {', '.join(PAUSE_MODES)}, not {mode!r}")
+    await client.post(f"{url}/pause_generation", {"mode": mode}, timeout_s)
+
+
+async def proceed(client: EngineClient, url: str, timeout_s: float = 30.0) -> None:
+    """End a pause; harmless where there is none. Raises EngineError."""
+    await client.post(f"{url}/continue_generation", {}, timeout_s)
+
+
+async def update_from_disk(
+    client: EngineClient, url: str, path: str, label: str, *, abort_all: bool = False, flush_cache: bool = True,
+    timeout_s: float = UPDATE_S,
+) -> None:  # fmt: skip
+    """Load weights and serve them under `label`. Without `abort_all` an engine that isn't paused first finishes what
+    it runs. `flush_cache` on an engine that is paused in place fails, after the weights have changed: the label is
+    then a lie. Raises EngineError.
+
+    Label and abort_all_requests are always said: left out, the one keeps the old label on new weights, and the other
+    has a default on some releases that kills everything in flight.
+    """
+    body = {
+        "model_path": path,
+        "weight_version": label,
+        "abort_all_requests": abort_all,
+        "flush_cache": flush_cache,
+    }
+    answer = await client.post(f"{url}/update_weights_from_disk", body, timeout_s)
+    if not isinstance(answer, dict) or answer.get("success") is not True:
+        said = answer.get("message", answer) if isinstance(answer, dict) else answer
+        raise EngineError("refused", f"{url} did not load {path}: {str(said)[:1000]}")
+
+
+async def change_weights(
+    client: EngineClient, url: str, path: str, label: str, mode: WeightUpdateMode, timeout_s: float = UPDATE_S
+) -> None:
+    """Bring an engine to other weights. abort: what runs is handed back, labelled with the old version, before the
+    weights change. keep: frozen in place, and goes on. drain: the engine waits until it is idle. Raises EngineError,
+    also where it then reports another label.
+
+    The cache is only emptied in a pause, when nothing runs: with requests that are just ending SGLang 0.5.23 changes
+    the weights, keeps the label and answers 400, and older servers die. Where it is not emptied requests carry a cache
+    key of their version; 0.5.9 ignores that, so there a drain takes the risk.
+    """
+    pauses = {WeightUpdateMode.ABORT: "abort", WeightUpdateMode.KEEP: "in_place"}
+    flush = mode == WeightUpdateMode.ABORT
+    if mode == WeightUpdateMode.DRAIN:
+        flush = not separates_caches((await server(client, url)).release)
+    try:
+        if mode in pauses:
+            await pause(client, url, pauses[mode])
+        await update_from_disk(client, url, path, label, flush_cache=flush, timeout_s=timeout_s)
+    finally:
+        if mode in pauses:
+            await proceed(client, url)
+    served = (await info(client, url)).label
+    if served != label:
+        raise EngineError("broken", f"{url} was told to serve {label}, says {served!r}")
+
+
+def separates_caches(release: str | None) -> bool:
+    """Whether a release heeds extra_key: requests of different keys then share no prefix cache."""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", release or "")
+    return numbers is not None and tuple(map(int, numbers.groups())) >= KEYS_SINCE
+
+
+async def abort(client: EngineClient, url: str, rid: str, timeout_s: float = 5.0) -> None:
+    """Abort a request; one that the engine does not know is harmless. SGLang matches by prefix: request ids that are
+    prefixes of others abort those too. Raises EngineError."""
+    if not rid:
+        raise ValueError("an empty request id is a prefix of all")
+    await client.post(f"{url}/abort_request", {"rid": rid}, timeout_s)
+
+
+async def abort_all(client: EngineClient, url: str, timeout_s: float = 5.0) -> None:
+    """Abort everything that the engine runs, whoever asked for it. Raises EngineError."""
+    await client.post(f"{url}/abort_request", {"rid": "", "abort_all": True}, timeout_s)
+
+
+async def flush_cache(client: EngineClient, url: str, timeout_s: float = 30.0) -> None:
+    """Empty the prefix cache. Raises EngineError: an engine refuses while requests run or wait."""
+    await client.post(f"{url}/flush_cache", {}, timeout_s)
+
+
+async def release_memory(client: EngineClient, url: str, tags: Sequence[str] = (), timeout_s: float = MEMORY_S) -> None:
+    """Give GPU memory back: tags of "kv_cache", "weights", "cuda_graph", all without any. Raises EngineError, before
+    the engine is told, where it has no memory saver or still has requests: the call would end the server."""
+    if (await server(client, url)).memory_saver is False:
+        raise EngineError("refused", f"{url} can't release memory. Start it with: --enable-memory-saver")
+    now = await load(client, url)
+    if now.running or now.queued:
+        raise EngineError(
+            "refused",
+            f"{url} has {now.running} requests running and {now.queued} waiting, and would die. First: "
+            "samplestore engines pause --mode abort",
+        )
+    await client.post(f"{url}/release_memory_occupation", _tags(tags), timeout_s)
+
+
+async def resume_memory(client: EngineClient, url: str, tags: Sequence[str] = (), timeout_s: float = MEMORY_S) -> None:
+    """Take the memory again: the tags that were released. Weights come back without content: update them after. An
+    engine that has not released these tags dies, and none tells what it has released. Raises EngineError."""
+    if (await server(client, url)).memory_saver is False:
+        raise EngineError("refused", f"{url} has released no memory. Start it with: --enable-memory-saver")
+    await client.post(f"{url}/resume_memory_occupation", _tags(tags), timeout_s)
+
+
+# -- what answers are checked with
+
+
+def _tags(tags: Sequence[str]) -> dict[str, Any]:
+    return {"tags": list(tags)} if tags else {}
+
+
+async def _either(client: EngineClient, url: str, paths: Sequence[str], timeout_s: float) -> dict[str, Any] | None:
+    """The object at the first of `paths` that the engine has: releases renamed them. None: it has none."""
+    for path in paths:
+        try:
+            told = await client.get(f"{url}{path}", timeout_s)
+        except EngineError as error:
+            if error.status not in (404, 405):
+                raise
+            continue
+        if not isinstance(told, dict):
+            raise EngineError("broken", f"{url}{path} answered {str(told)[:100]!r}")
+        return told
+    return None
+
+
+async def _older_load(client: EngineClient, url: str, timeout_s: float) -> Load:
+    try:
+        told = await client.get(f"{url}/get_load", timeout_s)
+    except EngineError as error:
+        if error.status not in (404, 405):
+            raise
+        return Load()
+    ranks = _ranks(told, f"{url}/get_load")
+    both, queued = _sum(ranks, "num_reqs"), _sum(ranks, "num_waiting_reqs")
+    running = None if both is None or queued is None else max(0, both - queued)
+    return Load(running, queued, _sum(ranks, "num_tokens"))
+
+
+def _ranks(told: Any, page: str) -> list[dict[str, Any]]:
+    if not isinstance(told, list) or not all(isinstance(rank, dict) for rank in told):
+        raise EngineError("broken", f"{page} answered {str(told)[:100]!r}")
+    return told
+
+
+async def _context(client: EngineClient, url: str, timeout_s: float) -> int | None:
+    """The context length that an engine took from its model: /server_info tells only one that was given."""
+    try:
+        told = await client.get(f"{url}/v1/models", timeout_s)
+    except EngineError as error:
+        if error.status not in (404, 405):
+            raise
+        return None
+    models = told.get("data") if isinstance(told, dict) else None
+    first = models[0] if isinstance(models, list) and models else None
+    return _count(first.get("max_model_len")) if isinstance(first, dict) else None
+
+
+def _vocab_of(model_path: str) -> int | None:
+    """The vocabulary size of a model folder, where the engine's path exists on this machine too."""
+    return next(
+        (size for part in _parts_of(model_path, "config.json") if (size := _count(part.get("vocab_size")))), None
+    )
+
+
+def stop_ids_of(model_path: str) -> frozenset[int]:
+    """The end tokens of a model folder, as an engine takes them: those of config.json and of generation_config.json.
+    Empty where they can't be read."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        for part in _parts_of(model_path, name):
+            told = part.get("eos_token_id")
+            listed = told if isinstance(told, list) else [told]
+            found |= {id for id in map(_count, listed) if id is not None}
+    return frozenset(found)
+
+
+def _parts_of(model_path: str, name: str) -> list[dict[str, Any]]:
+    """A JSON object of a model folder, and the language model's part of it."""
+    try:
+        with open(os.path.join(model_path, name), "rb") as file:
+            config = json.loads(file.read(MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return []
+    parts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    return [part for part in parts if isinstance(part, dict)]
+
+
+def _count(value: Any) -> int | None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return value if whole and 0 <= value < MAX_COUNT else None
+
+
+def _flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _text(value: Any, longest: int = 200) -> str | None:
+    return value[:longest] if isinstance(value, str) and value else None
+
+
+def _sum(ranks: list[dict[str, Any]], name: str) -> int | None:
+    counts = [_count(rank.get(name)) for rank in ranks]
+    return None if not counts or None in counts else sum(n for n in counts if n is not None)
