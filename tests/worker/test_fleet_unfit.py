@@ -93,8 +93,8 @@ def test_weights_that_are_not_numbers_are_the_engines_failure(bench: Bench, dire
     assert "not finite" in engine_rows(bench)[sick.url]["error"]
     assert [w["url"] for w in router.workers()] == [well.url]
     assert len(factory.events(bench.run, "engine_failed")) == 1, "one failure, not one for each sample"
-    lost = {r["lost_reason"] for r in bench.requests() if r["lost_tokens"]}
-    assert lost == {"engine unfit"}
+    # By its reason, not by a count: of a reply that was left in the middle nobody knows how much was made.
+    assert "engine unfit" in {r["lost_reason"] for r in bench.requests()}
     bench.exact(32)
     bench.sound()
 
