@@ -17,6 +17,7 @@ import asyncio
 import functools
 import json
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,12 +185,12 @@ class Peer(asyncio.Protocol):
         self.engine.streams[self] = stream
 
 
-async def serve(script: Script, port: int) -> None:
-    engine = Engine(script)
+async def serve(run: Callable[[], Awaitable[None]], peer: Callable[[], asyncio.Protocol], port: int) -> None:
+    """Print where it listens, and answer while `run` goes on. peer: makes what answers one connection."""
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Peer(engine), "127.0.0.1", port, backlog=1024)
+    server = await loop.create_server(peer, "127.0.0.1", port, backlog=1024)
     print(f"ready http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
-    await engine.run()
+    await run()
 
 
 def main() -> None:
@@ -198,7 +199,8 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=8, help="tokens of a stream chunk")
     parser.add_argument("--interval-ms", type=float, default=20.0, help="between two chunks; 0: full speed")
     given = parser.parse_args()
-    asyncio.run(serve(Script(given.chunk, given.interval_ms / 1000), given.port))
+    engine = Engine(Script(given.chunk, given.interval_ms / 1000))
+    asyncio.run(serve(engine.run, lambda: Peer(engine), given.port))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_paced import STREAM_HEAD, Peer
+from engine_paced import STREAM_HEAD, Peer, serve
 
 CODED = 1_000_000  # the first two tokens say CODED + length, CODED + number of the answer
 LONGEST = 4096
@@ -179,13 +179,6 @@ class TailedPeer(Peer):
         self.transport.write(b"%x\r\n%s\r\n%s" % (len(event), event, tail))
 
 
-async def serve(engine: Tailed, port: int) -> None:
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: TailedPeer(engine), "127.0.0.1", port, backlog=1024)
-    print(f"ready http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
-    await engine.run()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=0, help="0 picks a free one")
@@ -195,11 +188,8 @@ def main() -> None:
     parser.add_argument("--interval-ms", type=float, default=50.0, help="of a tick")
     parser.add_argument("--prompt-tokens", type=int, default=8)
     given = parser.parse_args()
-    asyncio.run(
-        serve(
-            Tailed(given.lengths, given.slots, given.chunk, given.interval_ms / 1000, given.prompt_tokens), given.port
-        )
-    )
+    engine = Tailed(given.lengths, given.slots, given.chunk, given.interval_ms / 1000, given.prompt_tokens)
+    asyncio.run(serve(engine.run, lambda: TailedPeer(engine), given.port))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,7 +48,7 @@ def to_file(files: ArrayFiles, made: Prepared) -> Prepared:
     return replace(made, data=None, sidecar=key)
 
 
-class ArrayFiles:
+class ArrayFiles(ABC):
     """What the kinds have in common. Keys are "ab/" and the sha256 in hex."""
 
     place: str
@@ -84,23 +85,25 @@ class ArrayFiles:
             return False
         return True
 
+    @abstractmethod
     def size(self, key: str) -> int | None:
         """Bytes of a file; None where there is none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def old(self, grace_s: float = GRACE_S) -> Iterator[tuple[str, int]]:
         """(key, bytes) of files that nobody can be about to name in a row any more."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remove(self, key: str, grace_s: float = GRACE_S) -> bool:
         """Remove a file, unless it was put again meanwhile."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _write(self, key: str, data: bytes) -> None:
-        raise NotImplementedError
+        """Raises OSError."""
 
+    @abstractmethod
     def _read(self, key: str) -> bytes:
-        raise NotImplementedError
+        """Raises OSError."""
 
 
 class LocalFiles(ArrayFiles):

@@ -357,9 +357,9 @@ def _copies() -> Iterator[Copies]:
     put: Copies = []
     try:
         yield put
-    except BaseException:
-        with suppress(OSError):
-            for files, key in put:
+    except BaseException:  # Ctrl-C too: what was put is removed whatever ended the restore
+        for files, key in put:
+            with suppress(OSError):  # one that can't be removed must not keep the others
                 files.remove(key, 0.0)
         raise
 

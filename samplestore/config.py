@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from samplestore import othernames
 from samplestore.errors import SampleStoreError
 from samplestore.logs import mask
 
@@ -78,7 +79,7 @@ class WorkerConfig(BaseSettings):
     max_new_tokens     response budget of a sample, in tokens; None is the run's
     sampling           engine sampling parameters over those of the run
     poll_seconds       between two looks for work
-    reward_memory_mb   address space of a reward process
+    reward_memory_mb   address space of a process that runs rewards or filters, 64 or more; 0 sets no limit
     drain_timeout_s    given to samples in flight when the worker ends
     request_timeout_s  silence of an engine after which a request counts as dead
     abort_timeout_s    for an engine's answer to an abort; then the connection is closed
@@ -114,7 +115,7 @@ class WorkerConfig(BaseSettings):
     teacher: Annotated[list[str], NoDecode] = Field(default_factory=list, max_length=1000)
     reward_processes: Annotated[int, Field(ge=1, le=1024)] = 1
     reward_timeout_s: Seconds = 30
-    reward_memory_mb: Annotated[int, Field(ge=64, le=1_000_000_000)] = 2048
+    reward_memory_mb: Annotated[int, Field(ge=0, le=1_000_000_000)] = 2048
     group_filter: Annotated[str, Field(min_length=1)] | None = None
     sample_filter: Annotated[str, Field(min_length=1)] | None = None
     filter_timeout_s: Seconds = 30
@@ -176,6 +177,13 @@ class WorkerConfig(BaseSettings):
     @classmethod
     def _table(cls, value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
+
+    @field_validator("reward_memory_mb")
+    @classmethod
+    def _starts(cls, value: int) -> int:
+        if 0 < value < 64:
+            raise ValueError("no process starts in so little; use 0 for no limit, or 64 or more")
+        return value
 
     @model_validator(mode="after")
     def _sampling_is_json(self) -> WorkerConfig:
@@ -292,8 +300,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _require_known(key: str, allowed: Any, where: str, table: str = "") -> None:
     if key in allowed:
         return
-    close = get_close_matches(key, allowed, n=1)
-    meant = f" Did you mean {close[0]}?" if close else ""
+    close = othernames.meant(key, allowed, othernames.WORKER)
+    meant = f" Did you mean {close}?" if close else ""
     raise ConfigError(
         f"{where}: unknown {'setting' if table or where == 'flag' else 'table'} {f'{table}.' if table else ''}{key!s}."
         f"{meant} Allowed: {', '.join(allowed)}. Then run: samplestore config show"

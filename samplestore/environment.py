@@ -23,6 +23,10 @@ _NO_DATABASE = re.compile(r'database "[^"]*" does not exist')
 _NOT_LET_IN = re.compile(
     r"authentication failed|no password supplied|role \"[^\"]*\" does not exist|pg_hba\.conf|not permitted"
 )
+# A WITH that ends in one of these writes: an operator's curriculum may be such a slip of the pen.
+_WRITES = re.compile(
+    r"\b(insert\s+(or\s+\w+\s+)?into|replace\s+into|delete\s+from|update\s+.{1,300}?\sset)\b", re.IGNORECASE | re.DOTALL
+)
 
 
 def explain(url: str, path: Path | None, error: DBAPIError, *, writing: bool) -> SampleStoreError | None:
@@ -41,7 +45,10 @@ def explain(url: str, path: Path | None, error: DBAPIError, *, writing: bool) ->
 
 def _reads(statement: str | None) -> bool:
     """SQLite says "readonly" too where it may not write the files beside a database that is only read."""
-    return not statement or statement.split(None, 1)[0].upper() in ("SELECT", "WITH", "BEGIN", "PRAGMA")
+    if not statement:
+        return True
+    first = statement.split(None, 1)[0].upper()
+    return first in ("SELECT", "BEGIN", "PRAGMA") or (first == "WITH" and not _WRITES.search(statement))
 
 
 def first_line(error: DBAPIError) -> str:

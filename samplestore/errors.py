@@ -152,6 +152,25 @@ class LeaseLost(SampleStoreError):
         )
 
 
+class EngineInUse(SampleStoreError):
+    """An engine belongs to another run. Nothing was changed.
+
+    workers   (id, host, pid) of that run's live workers that use it, and would take it back at once
+    """
+
+    def __init__(self, url: str, run: str, workers: list[tuple[int, str, int]]) -> None:
+        self.url, self.run, self.workers = url, run, workers
+        told = f"engine {url} belongs to run {run!r}"
+        cure = f"samplestore engines forget {url}"
+        if workers:
+            shown = ", ".join(f"{id} (pid {pid} on {host})" for id, host, pid in workers[:5])
+            told += f", whose {len(workers)} live workers would take it back at once: {shown}"
+            cure = f"Stop them with samplestore drain --run {run} (or SIGTERM), and when they have gone: {cure}"
+        else:
+            cure = f"Give it back with: {cure}"
+        super().__init__(f"{told}; an engine serves one run's weights. {cure}")
+
+
 class InvalidSegment(SampleStoreError):
     """A segment breaks a promise about its arrays. Nothing was stored."""
 
@@ -309,11 +328,11 @@ class EvaluationTimeout(SampleStoreError):
 
 
 class HookFailed(SampleStoreError):
-    """A hook of the trainer returned what it must not. Nothing was leased."""
+    """A hook of the trainer raised, or returned what it must not. Nothing is leased; what it raised is the cause."""
 
     def __init__(self, hook: str, why: str) -> None:
         self.hook, self.why = hook, why
-        super().__init__(f"the {hook} can't be used: {why}. Nothing was leased; correct it and ask for the batch again")
+        super().__init__(f"the {hook} can't be used: {why}. Nothing is leased; correct it and ask for the batch again")
 
 
 class MissingExtra(SampleStoreError):

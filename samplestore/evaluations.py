@@ -27,6 +27,7 @@ def evaluate(
     samples: int = 1,
     sampling: dict[str, Any] | None = None,
     max_new_tokens: int | None = None,
+    again: bool = False,
     *,
     pass_reward: float = 1.0,
     timeout: float | None = None,
@@ -38,7 +39,7 @@ def evaluate(
     timeout       seconds; None waits for ever
     Raises EvaluationTimeout (it goes on), WorkerFailed, InvalidSetting.
     """
-    number = run.transact(lambda tx: evaluation.start(tx, dataset, samples, sampling, max_new_tokens))
+    number = run.transact(lambda tx: evaluation.start(tx, dataset, samples, sampling, max_new_tokens, again))
     since = time.monotonic()
     while left := run.database.read(lambda c: progress(c, number))[0]:
         waited = time.monotonic() - since

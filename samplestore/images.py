@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from samplestore.rowvalues import BadValue
 
 MAX_IMAGES = 64  # of one prompt
 MAX_IMAGE_BYTES = 20 * 1024 * 1024
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 HOW = 'must be bytes, a data URL, a path, or an object with "bytes", "base64" or "path"'
 
 
@@ -57,6 +59,9 @@ def _bytes(value: Any, field: str) -> bytes:
 def _decoded(value: Any, kind: str, field: str) -> bytes:
     if not isinstance(value, str):
         raise BadValue(HOW, type(value).__name__, field)
+    if kind == "path" and _URL.match(value):
+        what = "is a URL, and nothing is fetched: give the path of the downloaded file, or its bytes"
+        raise BadValue(what, value[:80], field)
     try:
         if kind == "path":
             with Path(value).open("rb") as file:

@@ -79,7 +79,7 @@ class KeptConnections:
             raw = None if connection.invalidated else connection.connection.driver_connection
             if raw is not None and raw.in_transaction:
                 driver.run(connection, "ROLLBACK")
-        except Exception:
+        except Exception:  # whichever layer it comes from: what led here is the error to show, this connection is gone
             self._local.kept = None
             with contextlib.suppress(Exception):
                 connection.invalidate()

@@ -122,6 +122,13 @@ def token_ids(value: Any) -> Ids:
     return np.array(value, dtype=np.int32)
 
 
+IMAGE_PARTS = ("image", "image_url", "input_image")  # also as the APIs of others have them, with a URL
+IMAGE_PLACE = (
+    'is an image: write {"type": "image"} there, which is its place, and the image itself into the row\'s list images, '
+    "as bytes, base64 or the path of a file; URLs are not fetched"
+)
+
+
 def check_messages(key: str, messages: list[Any], images: int = 0) -> None:
     """Raises BadValue unless these are chat messages that a template can take, with a place for each of the row's
     images, or for none: then their tokens stand in the text."""
@@ -142,6 +149,8 @@ def check_messages(key: str, messages: list[Any], images: int = 0) -> None:
                 places += 1
                 continue
             # A template would write a placeholder for an image, and the image itself would be lost.
+            if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
+                raise BadValue(IMAGE_PLACE, part, f"{at}.content[{j}]")
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise BadValue('must be {"type": "text", "text": ...}', part, f"{at}.content[{j}]")
         if not isinstance(content, str | list | None):

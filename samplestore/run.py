@@ -41,7 +41,19 @@ from samplestore.types import (
     WeightVersion,
     Why,
 )
-from samplestore.verbs import aborts, evaluation, filters, groups, liveness, prompts, rewind, samples, stages, weights
+from samplestore.verbs import (
+    aborts,
+    evaluation,
+    filters,
+    groups,
+    liveness,
+    prompts,
+    requests,
+    rewind,
+    samples,
+    stages,
+    weights,
+)
 from samplestore.verbs import imports as import_verbs
 from samplestore.verbs.tx import Tx
 
@@ -51,10 +63,15 @@ POLL_S = 0.05  # between two looks whether workers have let go
 
 
 class Run:
-    """One training run in a store. Get it from `store.run(name)`."""
+    """One training run in a store. Get it from `store.run(name)`.
+
+    tokenizer   gives a trainer's hooks the response as text: a model's folder, or a tokenizer. That of add_prompts or
+                import_samples in this process, if not set; it is not stored
+    """
 
     def __init__(self, database: Database, id: int, uuid: str, name: str, settings: RunSettings) -> None:
         self.database, self.id, self.uuid, self.name, self.settings = database, id, uuid, name, settings
+        self.tokenizer: Any = None
         self._files: ArrayFiles | None = None
 
     def transact(self, work: Callable[[Tx], T], *, durable: bool = False) -> T:
@@ -85,6 +102,7 @@ class Run:
         Raises InvalidPrompts, InvalidSetting; then nothing is stored."""
         listed = list(rows)
         invalid = 0
+        self.tokenizer = tokenizer if self.tokenizer is None else self.tokenizer
         if not all(isinstance(row, Prompt) for row in listed):
             listed, refused = prepare_all(
                 listed, tokenizer, max_prompt_tokens=max_prompt_tokens, dataset=dataset, skip_invalid=skip_invalid
@@ -101,6 +119,7 @@ class Run:
         them. All of it or nothing; groups whose content is there already are left alone. Rewards and filters run on
         them as on others. Raises InvalidImport with file, line and field, PromptFileError, InvalidSetting."""
         loaded = None if tokenizer is None else as_tokenizer(tokenizer)
+        self.tokenizer = loaded if self.tokenizer is None else self.tokenizer
         with imports.rereadable(rows) as (again, source):
 
             def groups_of() -> Iterator[imports.Imported]:
@@ -199,10 +218,10 @@ class Run:
     def begin_request(
         self, claim: Claim, rid: str, engine: str | None = None, temperature: float | None = None, resumes: bool = False
     ) -> None:
-        self.transact(lambda tx: samples.begin_request(tx, claim, rid, engine, temperature, resumes))
+        self.transact(lambda tx: requests.begin_request(tx, claim, rid, engine, temperature, resumes))
 
     def end_request(self, info: RequestInfo) -> None:
-        self.transact(lambda tx: samples.end_request(tx, info))
+        self.transact(lambda tx: requests.end_request(tx, info))
 
     def requeue(self, sample_ids: Sequence[int], reason: str) -> int:
         """Start samples afresh under a new incarnation; their old tokens are superseded."""

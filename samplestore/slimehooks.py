@@ -6,11 +6,16 @@ slime.utils.types.Sample. A hook may set any attribute: `remove_sample` is the o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
+
+from samplestore import responses
 from samplestore.states import RolloutMode
 from samplestore.types import RunSettings
 
@@ -33,14 +38,21 @@ class SlimeStatus(Enum):
 
 @dataclass
 class HookSample:
-    """A sample as slime's hooks know it.
+    """A sample as slime's hooks know it, in the trainer.
 
-    tokens           prompt ids, then response ids (int32 array, or a list in a worker's filter process)
+    tokens           prompt ids, then response ids: int32 array
     weight_versions  the versions of its tokens, oldest first, as text
     oldest_version   the weight version of its oldest trained token, as a number; None: unknown. slime has no such field
     index            within the run; a fork has that of the sample it was forked from, and so its rollout_id
     metadata         of the prompt; has `start_rollout_id` once the sample was stopped in the middle: the step for which
                      its first token was generated
+    runs             its response as the store keeps it; log-probs are NaN where a trained token has none
+    decode           makes text of response ids
+
+    Made when they are asked for, a hook may set them:
+    response           text
+    loss_mask          list of 0 and 1, of the response, as stored: the policies of a batch do not change it
+    rollout_log_probs  list of floats, of the response, 0.0 where there is no loss; None where a trained token has none
     """
 
     Status: ClassVar[type[SlimeStatus]] = SlimeStatus
@@ -49,22 +61,43 @@ class HookSample:
     index: int
     prompt: Any
     tokens: Any
-    response: str
     response_length: int
     label: Any
     reward: float | None
     status: SlimeStatus
     metadata: dict[str, Any]
+    runs: responses.Runs = field(repr=False)
+    decode: Callable[[Any], str] = field(repr=False)
     weight_versions: list[str] = field(default_factory=list)
     oldest_version: int | None = None
     sample_id: int = 0
-    loss_mask: Any = None
-    rollout_log_probs: Any = None
     remove_sample: bool = False
+    rollout_routed_experts: Any = None
+    teacher_log_probs: Any = None
+    multimodal_inputs: Any = None
+    train_metadata: Any = None
+    session_id: str | None = None
 
     @property
     def rollout_id(self) -> int:
         return self.index
+
+    @cached_property
+    def response(self) -> str:
+        return self.decode(responses.ids(self.runs))
+
+    @cached_property
+    def loss_mask(self) -> list[int]:
+        return [int(run.trained) for run in self.runs for _ in range(run.ids.size)]
+
+    @cached_property
+    def rollout_log_probs(self) -> list[float] | None:
+        found = [value for run in self.runs for value in run.logprobs.tolist()]
+        return None if np.isnan(found).any() else found
+
+    @property
+    def effective_response_length(self) -> int:
+        return sum(self.loss_mask)
 
     def get_reward_value(self, args: Any) -> Any:
         """The reward; `args.reward_key` chose it when it was scored."""

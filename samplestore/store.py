@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from samplestore import migrations, readers
+from samplestore import migrations, newruns, readers
 from samplestore.clock import db_now
 from samplestore.engine import Database
 from samplestore.errors import DatabaseMissing, RunNotFound, RunSettingsConflict, SampleStoreError
@@ -20,6 +21,8 @@ from samplestore.queries import serving
 from samplestore.run import Run
 from samplestore.types import RunSettings
 from samplestore.verbs.weights import FIRST_LABEL
+
+log = logging.getLogger("samplestore.store")
 
 table = RunRow.__table__
 
@@ -45,6 +48,9 @@ class Store:
             raise SampleStoreError(f"a run's name has 1 to 200 characters, not {len(name)}")
         found = self._find(name)
         if found is None:
+            newruns.check(wanted)
+            for doubt in newruns.doubts(wanted):
+                log.warning("run %s: %s", name, doubt)
             serving.probe(self.database, wanted.order, wanted.curriculum)
             found = self.database.write(lambda c: self._create(c, name, wanted), durable=True)
         stored = {key: list(v) if isinstance(v, tuple) else v for key, v in found.settings.as_json().items()}
@@ -138,7 +144,7 @@ def open(url: str, *, create: bool = True, durability: str = "normal", busy_s: f
         elif create and database.is_sqlite and migrations.is_blank(database):
             migrations.upgrade(database)  # somebody is creating it at this moment: wait for them at the gate
         migrations.require_current(database)
-    except BaseException:
+    except BaseException:  # Ctrl-C while it waits for the gate too: nobody else could close it
         database.close()
         raise
     return Store(database)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -105,6 +106,13 @@ class Tokenizer:
 
     def _model_says(self, name: str) -> int | None:
         return _model_count(self._folder / "config.json", name) if self._folder else None
+
+    def warm(self) -> None:
+        """Load now what the first `encode` or `render` would: seconds, in which an event loop would stand still. Where
+        it can't be had that is theirs to say."""
+        with contextlib.suppress(TokenizerError, MissingExtra):
+            self.encode("")
+            _ = self.control_names
 
     def encode(self, text: str) -> Ids:
         """int32 [n]: the text as it is, no special tokens added; those spelled out in it (<|im_start|>) count as such.

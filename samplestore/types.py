@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from samplestore import filters, serving, states
+from samplestore import filters, othernames, serving, states
 from samplestore.errors import InvalidSetting
 
 Ids = npt.NDArray[np.int32]
@@ -134,7 +134,9 @@ class RunSettings:
         """Checked settings from plain values (JSON or keyword arguments). Raises InvalidSetting."""
         for name in values:
             if name not in cls.names():
-                raise InvalidSetting(name, values[name], "one of: " + ", ".join(cls.names()))
+                close = othernames.meant(name, cls.names(), othernames.RUN)
+                meant = f"{close}, if that is meant, or " if close else ""
+                raise InvalidSetting(name, values[name], f"{meant}one of: {', '.join(cls.names())}")
         lists = {name: values.get(name, ()) for name in ("stages", "group_stages", filters.GROUP, filters.SAMPLE)}
         for name, named in lists.items():
             _check(name, named, 'a list of names, e.g. ["reward"]', lambda v: isinstance(v, list | tuple))
@@ -339,10 +341,12 @@ class Claim:
 @dataclass(frozen=True, slots=True)
 class Member:
     """A sample of a group that a worker has a stage of. response_ids int32 [n]; reward: so far, None without one.
-    prompt_ids int32 [m]: what came before them; a fork's also has the tokens that it shares, or is its own prompt."""
+    prompt_ids int32 [m]: what came before them; a fork's also has the tokens that it shares, or is its own prompt.
+    root: index of the sample that it was forked from, its own where it was not."""
 
     sample_id: int
     index: int
+    root: int
     incarnation: int
     status: str
     reward: float | None

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from samplestore.verbs import episodes, samples, stages
+from samplestore.verbs import episodes, requests, samples, stages
 from samplestore.verbs.together import LOCKS_GROUP, Verb, Write, perform
 from samplestore.verbs.tx import Transactor
 
@@ -23,8 +23,8 @@ SHARES: frozenset[Verb] = LOCKS_GROUP | {
     samples.append,
     samples.release,
     samples.note_abort,
-    samples.begin_request,
-    samples.end_request,
+    requests.begin_request,
+    requests.end_request,
     episodes.touch,
     episodes.begin,
     episodes.settle,

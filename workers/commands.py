@@ -119,8 +119,12 @@ def _episodes(settings: Any) -> Any:
     from samplestore.workers.episode_runs import load_episode
     from samplestore.workers.episodes import EpisodeOptions
 
+    function, tokenizer = load_episode(settings.episode), None
+    if settings.tokenizer:
+        tokenizer = _tokenizer(settings.tokenizer)
+        tokenizer.warm()  # before the worker registers: its heartbeat and its streams would wait for the first append
     return EpisodeOptions(
-        load_episode(settings.episode), _tokenizer(settings.tokenizer) if settings.tokenizer else None,
+        function, tokenizer,
         settings.episode_max_calls, settings.episode_max_aborts, settings.episode_step_timeout_s,
     )  # fmt: skip
 

@@ -248,8 +248,12 @@ def flush_cache(
 def forget(
     url: Annotated[str, typer.Argument(metavar="URL", help="The engine, as `samplestore engines list` shows it.")],
     db: Db = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Although live workers of the run may use it; those register it again.")
+    ] = False,
 ) -> None:
-    """An engine is no longer its run's: another run may take it. A worker that still uses it registers it again."""
+    """An engine is no longer its run's: another run may take it. Refused while workers of its run that may use it are
+    alive: they are named."""
     from samplestore.queries.inspect import engines
     from samplestore.verbs.tx import Tx
     from samplestore.verbs.weights import forget_engine
@@ -260,7 +264,7 @@ def forget(
             raise exits.CommandError(f"no run has an engine {printable(url)}. List them with: samplestore engines list")
 
         def work(tx: Tx) -> None:
-            if forget_engine(tx, url):
+            if forget_engine(tx, url, anyway):
                 tx.event("engine_forgotten", None, details={"url": url})
 
         store.existing_run(owner).transact(work)

@@ -66,7 +66,7 @@ class Calls:
                 self.number += 1
         except (StepFailed, EpisodeTruncated, InvalidSetting):
             raise  # it is recorded, and the function may do something else
-        except BaseException as error:
+        except BaseException as error:  # a cancellation and a lost lease too: no later call may go on after any of them
             self.over, self.over_in = error, kind
             raise
         finally:

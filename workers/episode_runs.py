@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import inspect
 import logging
 import math
 from collections.abc import Collection, Mapping
@@ -20,6 +21,7 @@ from samplestore.verbs import fanout, samples
 from samplestore.workers.episodes import Context, EpisodeOptions
 from samplestore.workers.reward_process import SpecFailure, describe, load
 from samplestore.workers.rewards import BUILTINS
+from samplestore.workers.slime_types import misfit
 from samplestore.workers.trajectory import Host, LetGo, Trajectory
 from samplestore.writer import Call
 
@@ -54,9 +56,15 @@ def load_episode(spec: str) -> Any:
     if spec in BUILTINS:
         raise EpisodeSpecError(spec, "this is a reward")
     try:
-        return load(spec)
+        function = load(spec)
     except SpecFailure as error:
         raise EpisodeSpecError(spec, str(error)) from None
+    real: Any = inspect.unwrap(function)  # a decorator may have put a plain function around it
+    if not inspect.iscoroutinefunction(real) and not inspect.iscoroutinefunction(type(real).__call__):
+        raise EpisodeSpecError(spec, "it is no async function; an episode is: async def f(ctx)")
+    if why := misfit(function, 1):
+        raise EpisodeSpecError(spec, f"it can't be called with ctx alone: {why}; an episode is: async def f(ctx)")
+    return function
 
 
 class EpisodeHost(Host, Protocol):
@@ -98,11 +106,6 @@ class Turns(Trajectory):
         if whole or await self._turn() is None:  # whole: its worker died before it could say so
             await self.host.write(*self._finish(claim.finish_reason))
         return claim.finish_reason or "stop"
-
-    async def forked(
-        self, number: int, key: str, asked: Any, upto: int | None, own_prompt: Ids | None, child: int | None
-    ) -> Turns:
-        raise NotImplementedError  # a fork is not forked again
 
     def _budget(self) -> int:
         left = super()._budget()
@@ -202,7 +205,7 @@ class EpisodeTrajectory(Turns):
         self._check_vocabulary()
         if not claim.n_tokens and self.room() <= 0:
             Trajectory._out_of_room(self)  # raises, with the numbers
-        context = Context(self, record, self.options, host.run.uuid)
+        context = Context(self, record, self.options, host.run.uuid, forked=self.forked)
         keeper = asyncio.create_task(self._keep(context))
         try:
             return await self._end(context, await self._run(context))

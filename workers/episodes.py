@@ -6,42 +6,27 @@ what is recorded is answered from the record, in order, without engine or tool, 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
-import inspect
-import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from samplestore import codec
-from samplestore.errors import (
-    EpisodeDiverged,
-    EpisodeTruncated,
-    InvalidSetting,
-    LeaseLost,
-    OutcomeUnknown,
-    StepFailed,
-)
-from samplestore.queries.episodes import DONE, FAILED, Record, RecordedCall
+from samplestore.errors import EpisodeTruncated, InvalidSetting
+from samplestore.queries.episodes import DONE, Record, RecordedCall
 from samplestore.run import advance
 from samplestore.types import Ids
 from samplestore.verbs import samples
 from samplestore.workers.chat import Conversation, TemplateChanged, after
-from samplestore.workers.episode_calls import Call, Calls, shown
+from samplestore.workers.episode_calls import Call, Calls
+from samplestore.workers.episode_steps import Replay, Steps, Unknown, bounded
 from samplestore.workers.episode_values import Values
-from samplestore.workers.step_threads import in_thread
 
 if TYPE_CHECKING:
     from samplestore.workers.episode_runs import Turns
-
-SHOWN_BYTES = 2000  # of arguments that are kept as they are; longer ones are kept as their digest
-
-Unknown = Literal["retry", "fail"]
-Replay = Literal["recorded", "execute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +65,14 @@ class EpisodeOptions:
     step_timeout_s: float = 600.0
 
 
+class Forked(Protocol):
+    """Makes the sample that call `number` forks, or has forked: `child`."""
+
+    async def __call__(
+        self, number: int, key: str, asked: Any, upto: int | None, own_prompt: Ids | None, child: int | None
+    ) -> Turns: ...
+
+
 class Context:
     """What an episode's function is given: one call at a time, since a sample is one sequence of tokens.
 
@@ -96,7 +89,7 @@ class Context:
         options: EpisodeOptions,
         uuid: str,
         *,
-        root: Context | None = None,
+        forked: Forked | None = None,
         at: int = 0,
     ) -> None:
         claim = turns.claim
@@ -107,12 +100,12 @@ class Context:
         self.truncated = False
         self._calls = Calls(turns, record.calls, options.max_calls, uuid, at)
         self._last_reason: str | None = None  # of the last call, where that was a turn
-        self._environment: tuple[Callable[[], Any], Callable[[Any], Any]] | None = None
         self._values = Values(claim.sample_id, options.tokenizer)
+        self._steps = Steps(claim.sample_id, self._values, options.step_timeout_s)
         self._conversation: Conversation | None = None
         self._opening: Ids | None = claim.prompt_ids  # what the template has written of it; None: something else did
         self._shared: Ids = np.empty(0, np.int32)  # of a branch: the response that it goes on from
-        self._root = root or self
+        self._forked = forked  # None: a fork's own context
         self.forks: list[Context] = []
         self.reward: float | None = None
 
@@ -288,54 +281,18 @@ class Context:
         if on_unknown not in ("retry", "fail") or replay not in ("recorded", "execute"):
             raise InvalidSetting("on_unknown, replay", (on_unknown, replay), '"retry" | "fail", "recorded" | "execute"')
         called = str(name or getattr(function, "__name__", type(function).__name__))
-        asked = {"args": _bounded(self._values.json("arguments", list(args)))}
+        asked = {"args": bounded(self._values.json("arguments", list(args)))}
         async with self._one("step") as call:
             row = call.recorded(called, asked)
             self._last_reason = None
-            if row is not None and row.state == FAILED:
-                if row.result is not None:
-                    raise OutcomeUnknown(self.sample_id, call.number, called, call.key)
-                raise StepFailed(self.sample_id, call.number, called, row.error or "")
-            if row is not None and row.state == DONE:
-                return await self._done_before(call, row, function, args, replay, timeout_s)
-            if row is not None and on_unknown == "fail" and replay == "recorded":
-                unknown = OutcomeUnknown(self.sample_id, call.number, called, call.key)
-                await call.settle({"outcome": "unknown"}, unknown.error)
-                raise unknown
-            await call.begin(called, asked)
-            try:
-                value = self._values.json("result", await self._run(function, args, call.key, timeout_s))
-                result = {"value": value}
-                if self._environment is not None:
-                    result["state"] = self._values.json("state", self._environment[0]())
-            except (LeaseLost, asyncio.CancelledError):
-                raise
-            except Exception as error:
-                said = f"{type(error).__name__}: {error}" if not isinstance(error, TimeoutError) else "it took too long"
-                await call.settle(error=said[:1000])
-                raise StepFailed(self.sample_id, call.number, called, said[:1000]) from error
-            await call.settle(result)
-            return value
-
-    async def _done_before(
-        self, call: Call, row: RecordedCall, function: Callable[..., Any], args: Any, replay: Replay,
-        timeout_s: float | None,
-    ) -> Any:  # fmt: skip
-        recorded = row.result["value"]
-        if replay == "execute":
-            again = self._values.json("result", await self._run(function, args, call.key, timeout_s))
-            if again != recorded:
-                raise EpisodeDiverged(self.sample_id, call.number, shown(recorded), shown(again))
-        elif self._environment is not None and "state" in row.result:
-            self._environment[1](row.result["state"])
-        return recorded
+            return await self._steps.done(call, row, called, asked, function, args, on_unknown, replay, timeout_s)
 
     async def snapshot(self, save: Callable[[], Any], restore: Callable[[Any], Any]) -> None:
         """Keep the state of an environment that lives in this process: `save()` (JSON) is recorded now and with every
         step from here on, and a replay gives it to `restore(state)` instead of doing the steps."""
         async with self._one("snapshot") as call:
             row = call.recorded("", None)
-            self._environment = (save, restore)
+            self._steps.environment = (save, restore)
             if row is None:
                 await call.note({"state": self._values.json("state", save())})
             else:
@@ -352,7 +309,7 @@ class Context:
         upto     without a prompt: it begins with this response, up to this position (all of it if left out), by
                  reference: shared tokens are trained on once, here
         """
-        if self._root is not self:
+        if self._forked is None:
             raise InvalidSetting("fork", self.sample_id, "the episode's own context: a fork is not forked again")
         own, said = (None, None) if prompt is None else self._values.prompt(prompt, self._record.template_args)
         at = None if own is not None else self._calls.at if upto is None else upto
@@ -363,13 +320,13 @@ class Context:
             row = call.recorded("", asked)
             self._last_reason = None
             made = None if row is None else int(row.result["child"])
-            child = await self._turns.forked(call.number, call.key, asked, at, own, made)
+            child = await self._forked(call.number, call.key, asked, at, own, made)
             return self._opened(child, own, said, at)
 
     def _opened(self, turns: Turns, own: Ids | None, said: Any, at: int | None) -> Context:
         record = turns.record
         assert record is not None
-        context = Context(turns, record, self._options, self._uuid, root=self, at=0 if own is None else int(own.size))
+        context = Context(turns, record, self._options, self._uuid, at=0 if own is None else int(own.size))
         if own is not None:
             context.prompt, context.tools, context._opening = said, None, own
         elif at == self._calls.at and at:  # it branches off here: what was said is the same up to here
@@ -382,27 +339,3 @@ class Context:
             context._opening = None
         self.forks.append(context)
         return context
-
-    # -- helpers
-
-    async def _run(self, function: Callable[..., Any], args: Any, key: str, timeout_s: float | None) -> Any:
-        more = {"idempotency_key": key} if _takes_key(function) else {}
-        async with asyncio.timeout(self._options.step_timeout_s if timeout_s is None else timeout_s):
-            if inspect.iscoroutinefunction(function):
-                return await function(*args, **more)
-            made = await in_thread(function, *args, **more)  # its clock and its thread start together
-            return await made if inspect.isawaitable(made) else made
-
-
-def _takes_key(function: Callable[..., Any]) -> bool:
-    try:
-        return "idempotency_key" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of C code
-        return False
-
-
-def _bounded(value: Any) -> Any:
-    text = json.dumps(value, sort_keys=True, ensure_ascii=True)
-    if len(text) <= SHOWN_BYTES:
-        return value
-    return {"sha256": hashlib.sha256(text.encode()).hexdigest(), "bytes": len(text), "begins": text[:200]}

@@ -18,7 +18,7 @@ from typing import Any
 
 from samplestore.slimehooks import verdict
 from samplestore.workers import reward_process as base
-from samplestore.workers.slime_types import SlimeSample, takes_args
+from samplestore.workers.slime_types import SlimeSample, misfit, takes_args
 
 Hook = Callable[..., Any]
 REMOVED = "custom filter"
@@ -28,6 +28,17 @@ def call(hook: Hook, args: Any, given: Any, runner: asyncio.Runner) -> Any:
     """`hook(args, given)` where it is slime's kind of function, else `hook(given)`. May be async."""
     value = hook(args, given) if takes_args(hook) else hook(given)
     return runner.run(base._wait_for(value)) if inspect.isawaitable(value) else value
+
+
+def load(spec: str | None) -> Hook | None:
+    """The function that `spec` names. Raises SpecFailure, also for one that can't be called as filters are: that would
+    show with the first group only, and drop every one."""
+    if spec is None:
+        return None
+    hook = base.load(spec)
+    if why := misfit(hook, 2 if takes_args(hook) else 1):
+        raise base.SpecFailure(f"{spec} can't be called as f(args, samples), nor as f(samples): {why}")
+    return hook
 
 
 def answer(group: Hook | None, sample: Hook | None, request: dict[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
@@ -45,7 +56,7 @@ def answer(group: Hook | None, sample: Hook | None, request: dict[str, Any], run
             for id, mark in zip(ids, marks, strict=True)
             if mark
         }
-    except BaseException as error:
+    except BaseException as error:  # the user's code: SystemExit too
         return {"id": request["id"], "error": base.describe(error)}
     return {"id": request["id"], "drop": None if drop is None else base.safe_text(drop, 200), "removed": removed}
 
@@ -62,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     faulthandler.enable()
     try:
         base._cap_memory(args.memory_mb)
-        group, sample = (None if spec is None else base.load(spec) for spec in (args.group, args.sample))
+        group, sample = load(args.group), load(args.sample)
     except base.SpecFailure as error:
         base._send(replies, {"spec_error": base.safe_text(str(error), 4000)})
         return 2

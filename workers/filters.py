@@ -196,7 +196,8 @@ class Filterer:
         return {
             "sample_id": member.sample_id,
             "group_index": claim.group_number,
-            "index": claim.group_number * self.settings.samples_per_prompt + member.index,
+            # a fork's is that of its rollout, as slime's rollout_id: the next ones are of another group
+            "index": claim.group_number * self.settings.samples_per_prompt + member.root,
             "prompt": claim.prompt,
             "tokens": [*member.prompt_ids.tolist(), *ids],
             "response": "" if self.tokenizer is None else self.tokenizer.decode(member.response_ids),

@@ -16,7 +16,7 @@ import numpy as np
 from samplestore.errors import InvalidSegment, LeaseLost, SequenceConflict
 from samplestore.run import advance
 from samplestore.types import Claim, RequestInfo, StageClaim
-from samplestore.verbs import samples
+from samplestore.verbs import requests, samples
 from samplestore.workers.dispatch import Target
 from samplestore.workers.engine_client import EngineClient, Reply
 from samplestore.workers.experts import ExpertShape, decode
@@ -110,7 +110,7 @@ class Request:
         temperature = carried_temperature(self.sampling)
         self.engine, self.direct = target.engine, target.engine is not None
         draw = (self.sampling.get("sampling_seed"), is_greedy(self.sampling))
-        await self.write(samples.begin_request, self.claim, self.rid, self.engine, temperature, resumes, *draw)
+        await self.write(requests.begin_request, self.claim, self.rid, self.engine, temperature, resumes, *draw)
         lost: str | None = "worker failed"
         try:
             outcome = await self._read(target.base, budget)
@@ -367,7 +367,7 @@ class Request:
             retractions=t.retractions, queue_s=t.queue_s, e2e_s=t.e2e_s, finish_reason=t.finish_reason,
             spec=t.spec or None, engine=self.engine, lost_reason=lost if missing or not complete else None,
         )  # fmt: skip
-        return samples.end_request, info
+        return requests.end_request, info
 
 
 def is_greedy(sampling: dict[str, Any]) -> bool:

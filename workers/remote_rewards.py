@@ -130,13 +130,15 @@ class RemoteJudge:
                 return  # another request took them
             try:
                 results = await self._results([w.sample for w in mine])
-            except BaseException as error:
+            except asyncio.CancelledError:
+                for waiting in mine:
+                    waiting.done.cancel()
+                raise
+            except Exception as error:  # whatever it is: those who wait for this batch would wait for ever
                 for waiting in mine:
                     if not waiting.done.done():
-                        waiting.done.cancel() if isinstance(
-                            error, asyncio.CancelledError
-                        ) else waiting.done.set_exception(error)
-                raise
+                        waiting.done.set_exception(error)
+                return
             for waiting, result in zip(mine, results, strict=True):
                 if not waiting.done.done():
                     waiting.done.set_result(result)

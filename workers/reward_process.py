@@ -84,7 +84,7 @@ def _load_module(name: str) -> Any:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
             raise SpecFailure(f"there is no module {name!r} (looked in {os.getcwd()} and the Python path)") from error
         raise SpecFailure(f"importing {name} failed:\n{describe(error)}\n") from error
-    except BaseException as error:
+    except BaseException as error:  # the user's code: SystemExit at its top level too
         raise SpecFailure(f"importing {name} failed:\n{describe(error)}\n") from error
 
 
@@ -100,7 +100,7 @@ def _load_file(path: Path) -> Any:
     sys.modules[name] = module  # dataclasses look their module up by name
     try:
         found.loader.exec_module(module)
-    except BaseException as error:
+    except BaseException as error:  # as above
         raise SpecFailure(f"running {path} failed:\n{describe(error)}\n") from error
     return module
 
@@ -330,7 +330,9 @@ def main(argv: list[str] | None = None) -> int:
         _send(replies, {"spec_error": safe_text(str(error), 4000)})
         return 2
     except (MemoryError, OSError, ValueError) as error:
-        _send(replies, {"spec_error": f"loading it failed with --memory-mb {args.memory_mb}:\n{describe(error)}\n"})
+        _send(
+            replies, {"spec_error": f"loading it failed with reward_memory_mb = {args.memory_mb}:\n{describe(error)}\n"}
+        )
         return 2
     _send(replies, {"ready": True})
     with asyncio.Runner() as runner:  # one loop for all samples: a session that user code keeps open stays valid

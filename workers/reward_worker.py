@@ -5,102 +5,51 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import sqlalchemy as sa
 
 from samplestore import faults
-from samplestore.errors import StoreBusy, WorkerDead
-from samplestore.heart import Heart
 from samplestore.models import Run as RunRow
-from samplestore.models import SampleGroup, Stage
 from samplestore.run import Run
-from samplestore.states import UNFINISHED_GROUP, RunState, StageStatus
+from samplestore.states import RunState, WorkerKind
 from samplestore.types import StageClaim
 from samplestore.verbs import liveness, stages
+from samplestore.workers.lives import Worker
 from samplestore.workers.scoring import Scorer, Write
-from samplestore.writer import Writer
 
-log = logging.getLogger("samplestore.reward")
-
-run_table, group, stage = RunRow.__table__, SampleGroup.__table__, Stage.__table__
+run_table = RunRow.__table__
 MAX_PAUSE_S = 2.0
 
 
-class RewardWorker:
+class RewardWorker(Worker):
     """One process's worker. `run_forever` returns the exit code."""
 
+    kind, log = WorkerKind.REWARD, logging.getLogger("samplestore.reward")
+
     def __init__(self, run: Run, config: Any, scorer_of: Callable[[Write], Scorer]) -> None:
-        self.run, self.config, self.scorer_of = run, config, scorer_of
+        super().__init__(run, config)
+        self.scorer_of = scorer_of
         self.held: dict[int, asyncio.Task[None]] = {}  # by stage id
-        self.stop_reason: str | None = None
-        self.wake = asyncio.Event()
-        self.tick = 0.0
 
     async def run_forever(self) -> int:
-        self.loop = asyncio.get_running_loop()
-        self.writer = Writer(self.run, loop=self.loop)
-        ticker = asyncio.create_task(self._ticker())
+        self.begin()
         try:
             async with self.scorer_of(self.write) as self.scorer:
-                while await self._one_life():
-                    log.warning("worker=%d was declared dead; registering anew", self.worker_id)
+                await self.live()
             return 0
         finally:
-            ticker.cancel()
             self.writer.close()
 
-    def stop(self, reason: str) -> None:
-        """Let what is being done come to its end, within drain_timeout_s, give the rest back, leave."""
-        self.stop_reason = self.stop_reason or reason
-        self.wake.set()
+    def info(self) -> dict[str, Any]:
+        return {"stages": list(self.scorer.names), "reward": self.config.reward, "teacher": self.config.teacher}
 
-    async def _ticker(self) -> None:
-        """Shows the heart that the event loop turns. A loop that is stuck must look dead."""
-        while True:
-            self.tick = time.monotonic()
-            await asyncio.sleep(0.1)
+    def told(self) -> str:
+        return f"serves {', '.join(self.scorer.names)}"
 
-    async def write(self, verb: Any, first: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """One write through the group commit, acknowledged. While somebody holds the database it waits."""
-        while True:
-            try:
-                return await self.writer.submit(verb, first, *args, **kwargs)
-            except StoreBusy as busy:
-                log.warning("%s", busy)
-
-    async def _one_life(self) -> bool:
-        """Register, serve, leave. True where this process was declared dead while it was away."""
-        info = {"stages": list(self.scorer.names), "reward": self.config.reward, "teacher": self.config.teacher}
-        self.worker_id = await self.write(liveness.register, "reward", self.config.name, info)
-        log.info("worker=%d run=%s serves %s", self.worker_id, self.run.name, ", ".join(self.scorer.names))
-        dead = asyncio.Event()
-        heart = Heart(
-            self.run, self.worker_id, ticked=lambda: self.tick,
-            on_dead=lambda: self.loop.call_soon_threadsafe(dead.set),
-        )  # fmt: skip
-        parts = [asyncio.create_task(self._serve()), asyncio.create_task(dead.wait())]
-        error: BaseException | None = None
-        try:
-            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-            error = next((t.exception() for t in done if t.exception()), None)
-        finally:
-            for part in parts:
-                part.cancel()
-            await asyncio.gather(*parts, return_exceptions=True)
-        was_dead = dead.is_set() or isinstance(error, WorkerDead)
-        await self._let_go(0.0 if was_dead else self.config.drain_timeout_s)
-        await asyncio.to_thread(heart.stop)
-        if was_dead:
-            return self.stop_reason is None
-        said = None if error is None else f"{type(error).__name__}: {error}"
-        await self.write(liveness.goodbye, self.worker_id, said)
-        if error is not None:
-            raise error
-        return False
+    def parts(self) -> list[Coroutine[Any, Any, Any]]:
+        return [self._serve()]
 
     async def _serve(self) -> None:
         pause = self.config.poll_seconds
@@ -108,13 +57,9 @@ class RewardWorker:
             if await self._claim():
                 pause = self.config.poll_seconds
                 continue
-            if not self.held and await asyncio.to_thread(self.run.database.read, self._nothing_left):
+            if not self.held and await self.read(self._nothing_left):
                 return
-            self.wake.clear()
-            try:
-                async with asyncio.timeout(pause * random.uniform(0.8, 1.2)):
-                    await self.wake.wait()
-            except TimeoutError:
+            if not await self.woken(pause):
                 pause = min(pause * 1.5, MAX_PAUSE_S)
 
     async def _claim(self) -> bool:
@@ -142,24 +87,17 @@ class RewardWorker:
 
     def _nothing_left(self, connection: sa.Connection) -> bool:
         """A run that drains: its stages here are done. With exit_when_done: no group is on its way to one either."""
-        pending = sa.select(sa.func.count()).where(
-            stage.c.run_id == self.run.id, stage.c.status == StageStatus.PENDING.value,
-            stage.c.name.in_(self.scorer.names),
-        )  # fmt: skip
-        if connection.execute(pending).scalar_one():
+        if self.has_pending(connection, self.scorer.names) or self.has_unfinished(connection):
             return False
-        unfinished = sa.select(sa.func.count()).where(
-            group.c.run_id == self.run.id, group.c.state.in_([s.value for s in UNFINISHED_GROUP])
-        )
         state = connection.execute(sa.select(run_table.c.state).where(run_table.c.id == self.run.id)).scalar_one()
-        waits = bool(connection.execute(unfinished).scalar_one())
-        return not waits and (self.config.exit_when_done or state == RunState.DRAINING)
+        return bool(self.config.exit_when_done or state == RunState.DRAINING)
 
-    async def _let_go(self, timeout_s: float) -> None:
+    async def let_go(self, was_dead: bool) -> None:
+        """What is being done comes to its end, within drain_timeout_s; the rest is given back."""
         tasks = list(self.held.values())
         if not tasks:
             return
-        _, late = await asyncio.wait(tasks, timeout=timeout_s)
+        _, late = await asyncio.wait(tasks, timeout=0.0 if was_dead else self.config.drain_timeout_s)
         for task in late:
             task.cancel()  # goodbye frees what it held, undone
         await asyncio.gather(*late, return_exceptions=True)

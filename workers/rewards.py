@@ -182,7 +182,7 @@ class RewardPool:
             raise RewardSpecError(self.spec, "this is neither a built-in verifier nor of the form MODULE:FUNCTION")
         try:
             self._idle.append(await self._spawn())
-        except BaseException:
+        except BaseException:  # a cancellation too
             await self.stop()  # `async with` calls no __aexit__ after a failed __aenter__
             raise
         self._running = True
@@ -284,7 +284,7 @@ class RewardPool:
         except TimeoutError:
             raise RewardSpecError(self.spec, f"loading it took more than {self.start_timeout_s:g} s") from None
         except ChildFailed as error:
-            cap = f" (with --memory-mb {self.memory_mb}; 0 is no cap)" if self.memory_mb else ""
+            cap = f" (with reward_memory_mb = {self.memory_mb}; 0 is no cap)" if self.memory_mb else ""
             raise RewardSpecError(self.spec, f"while loading it, {error}{cap}") from error
         finally:
             self._busy.discard(child)

@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
 from samplestore import faults, filters
-from samplestore.errors import StoreBusy, WorkerDead
-from samplestore.heart import Heart
 from samplestore.models import Run as RunRow
-from samplestore.models import Sample, SampleGroup, Stage, WeightVersionRow
+from samplestore.models import Sample, WeightVersionRow
 from samplestore.queries import serving
 from samplestore.run import Run
-from samplestore.states import CLAIMABLE, UNFINISHED_GROUP, RunState, StageStatus
+from samplestore.states import CLAIMABLE, RunState, WorkerKind
 from samplestore.types import Claim, StageClaim
 from samplestore.verbs import aborts, liveness, stages
 from samplestore.workers.dispatch import EngineLimits
@@ -31,11 +27,12 @@ from samplestore.workers.filters import Filterer
 from samplestore.workers.fleet import Fleet, Needs
 from samplestore.workers.generation import EXPERT_FIELDS, Limits
 from samplestore.workers.images import ImageData
+from samplestore.workers.lives import Worker
 from samplestore.workers.pacing import Pacing
 from samplestore.workers.replies import EngineError
 from samplestore.workers.scoring import Scorer
 from samplestore.workers.trajectory import Trajectory
-from samplestore.writer import Call, Writer
+from samplestore.writer import Call
 
 log = logging.getLogger("samplestore.worker")
 
@@ -44,8 +41,10 @@ MAX_FILTERING = 8  # groups that a worker holds for its filters; each has all it
 REFRESH_S, BEHIND_S = 5.0, 1.0  # between two looks at the engines: all as they should be, some behind
 
 
-class RolloutWorker:
+class RolloutWorker(Worker):
     """One process's worker. `run_forever` returns the exit code."""
+
+    kind, log = WorkerKind.ROLLOUT, log
 
     def __init__(
         self,
@@ -55,7 +54,8 @@ class RolloutWorker:
         experts: ExpertShape | None = None,
         episodes: EpisodeOptions | None = None,
     ) -> None:
-        self.run, self.config, self.experts, self.episodes = run, config, experts, episodes
+        super().__init__(run, config)
+        self.experts, self.episodes = experts, episodes
         self.may_abort_all = run.settings.abort_all
         self.scorer_of = scorer_of  # (write) -> Scorer, or None: this worker scores nothing
         self.scorer: Scorer | None = None
@@ -66,21 +66,17 @@ class RolloutWorker:
         self.scoring: dict[int, asyncio.Task[None]] = {}  # by stage id
         self.filtering: set[int] = set()  # those of them that are filters
         self.spawned: set[asyncio.Task[Any]] = set()
-        self.stop_reason: str | None = None  # set once: stop claiming, let go of everything, leave
         self.draining = False  # stop claiming, finish what is held, leave
         self.abort_seq: int | None = None
-        self.tick = 0.0
         self.current: Any = None  # the run's row, as last polled
         self.pacing = Pacing(self)
         self.labels: dict[str, int] = {}
         self.current_label: tuple[str, str | None] | None = None  # label and path of the current version
-        self.wake = asyncio.Event()
 
     # -- life
 
     async def run_forever(self) -> int:
-        self.loop = asyncio.get_running_loop()
-        self.writer = Writer(self.run, loop=self.loop)
+        self.begin()
         settings, config = self.run.settings, self.config
         self.limits = Limits(
             mode=config.mode, slice_tokens=config.slice_tokens, flush_tokens=config.flush_tokens,
@@ -98,32 +94,13 @@ class RolloutWorker:
                         await processes.enter_async_context(self.scorer)
                     if self.filterer is not None and self.filterer.process is not None:
                         await processes.enter_async_context(self.filterer.process)
-                    await self._live()
+                    await self.live()
             return 0
         finally:
             self.writer.close()
 
-    async def _live(self) -> None:
-        """Register, work, leave; and again if this process was declared dead while it was away."""
-        ticker = asyncio.create_task(self._ticker())
-        try:
-            while True:
-                self.worker_id = await self.write(liveness.register, "rollout", self.config.name, self._info())
-                log.info("worker=%d run=%s ready", self.worker_id, self.run.name)
-                again = await self._one_life()
-                if not again:
-                    return
-                log.warning("worker=%d was declared dead; registering anew", self.worker_id)
-        finally:
-            ticker.cancel()
-
-    async def _one_life(self) -> bool:
-        dead = asyncio.Event()
+    def parts(self) -> list[Coroutine[Any, Any, Any]]:
         self.current = None  # a new fleet must be told what engines should serve
-        heart = Heart(
-            self.run, self.worker_id, ticked=lambda: self.tick,
-            on_dead=lambda: self.loop.call_soon_threadsafe(dead.set),
-        )  # fmt: skip
         self.fleet = Fleet(
             self.client, self.write, self.read, self.run.id, self.worker_id, self.run.settings.weight_update,
             self._needs(), router=self.config.router, urls=self.config.engines,
@@ -132,28 +109,11 @@ class RolloutWorker:
             limits=EngineLimits(self.run.settings.max_samples_per_engine, self.run.settings.max_groups_per_engine),
         )  # fmt: skip
         self.hopeless = self.loop.create_future()
-        doing = (self._follow(), self._watch_engines(), self._work(), dead.wait(), self._wait_hopeless())
-        parts = [asyncio.create_task(c) for c in doing]
-        error: BaseException | None = None
-        try:
-            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-            error = next((t.exception() for t in done if t.exception()), None)
-        finally:
-            for part in parts:
-                part.cancel()
-            await asyncio.gather(*parts, return_exceptions=True)
-        was_dead = dead.is_set() or isinstance(error, WorkerDead)
+        return [self._follow(), self._watch_engines(), self._work(), self._wait_hopeless()]
+
+    async def let_go(self, was_dead: bool) -> None:
         await self._let_everything_go("worker declared dead" if was_dead else self.stop_reason or "worker left")
         await self.fleet.close(self.config.drain_timeout_s)
-        await asyncio.to_thread(heart.stop)
-        if was_dead:
-            return self.stop_reason is None
-        await self.write(
-            liveness.goodbye, self.worker_id, None if error is None else f"{type(error).__name__}: {error}"
-        )
-        if error is not None:
-            raise error
-        return False
 
     def _needs(self) -> Needs:
         experts = self.limits.routed_experts is not None
@@ -174,7 +134,10 @@ class RolloutWorker:
         if not self.hopeless.done():
             self.hopeless.set_result(error)
 
-    def _info(self) -> dict[str, Any]:
+    def told(self) -> str:
+        return "ready"
+
+    def info(self) -> dict[str, Any]:
         c = self.config
         return {
             "concurrency": c.concurrency,
@@ -187,41 +150,10 @@ class RolloutWorker:
             "episode": c.episode,
         }
 
-    async def _ticker(self) -> None:
-        """Shows the heart that the event loop turns. A loop that is stuck must look dead."""
-        while True:
-            self.tick = time.monotonic()
-            await asyncio.sleep(0.1)
-
-    async def write(self, verb: Any, first: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """One write through the group commit, acknowledged. Survives this coroutine's cancellation. While somebody
-        holds the database it waits: a worker that left would only lose what it has."""
-        return await self._acknowledged(lambda: self.writer.submit(verb, first, *args, **kwargs))
-
     async def write_together(self, calls: Sequence[Call]) -> list[Any]:
         """Writes of one sample in one transaction: all of them, in order, or none. Returns their results."""
-        results: list[Any] = await self._acknowledged(lambda: self.writer.submit_together(calls))
+        results: list[Any] = await self.patiently(lambda: self.writer.submit_together(calls))
         return results
-
-    async def _acknowledged(self, submit: Callable[[], Awaitable[Any]]) -> Any:
-        while True:
-            try:
-                return await submit()
-            except StoreBusy as busy:
-                log.warning("%s", busy)
-
-    async def read(self, question: Any) -> Any:
-        """One question, asked again while the database is away: as with a write, leaving would help nobody."""
-        while True:
-            try:
-                return await asyncio.to_thread(self.run.database.read, question)
-            except StoreBusy as busy:
-                log.warning("%s", busy)
-
-    def stop(self, reason: str) -> None:
-        """Checkpoint what is in flight, release it, leave. Called by the first SIGTERM or SIGINT."""
-        self.stop_reason = self.stop_reason or reason
-        self.wake.set()
 
     # -- following the run
 
@@ -318,12 +250,7 @@ class RolloutWorker:
                 continue
             if not self.inflight and not self.scoring and await self._nothing_left():
                 return
-            self.wake.clear()
-            try:
-                # not wait_for: on Python 3.11 a cancellation that comes together with the event is swallowed
-                async with asyncio.timeout(pause * random.uniform(0.8, 1.2)):
-                    await self.wake.wait()
-            except TimeoutError:
+            if not await self.woken(pause):
                 pause = min(pause * 1.5, 1.0)
         await self._let_everything_go(self.stop_reason)
 
@@ -335,34 +262,19 @@ class RolloutWorker:
         row = self.current
         if not await self.read(lambda c: serving.exhausted(c, row, self.run.settings)):
             return False
-        table = Sample.__table__
-        query = sa.select(sa.func.count()).where(
-            table.c.run_id == self.run.id, table.c.closed == 0, table.c.status.in_([s.value for s in CLAIMABLE])
-        )
         mine = [*(self.scorer.names if self.scorer else ()), *((filters.STAGE,) if self.filterer else ())]
-        pending = sa.select(sa.func.count()).where(
-            Stage.__table__.c.run_id == self.run.id, Stage.__table__.c.status == StageStatus.PENDING.value,
-            Stage.__table__.c.name.in_(mine),
-        )  # fmt: skip
-        if await self.read(lambda c: c.execute(query).scalar_one()):
-            return False
-        if not mine:
+        return not await self.read(lambda c: self._work_left(c, mine))
+
+    def _work_left(self, connection: sa.Connection, mine: list[str]) -> bool:
+        """Whether samples, or stages that this worker serves, are there or will be."""
+        table = Sample.__table__
+        claimable = (table.c.closed == 0) & table.c.status.in_([s.value for s in CLAIMABLE])
+        if self.exists(connection, table, claimable) or (mine and self.has_pending(connection, mine)):
             return True
-        # a stage that waits for its next attempt is work too
-        if await self.read(lambda c: c.execute(pending).scalar_one()):
-            return False
         # The stages of a group are made one after the other, when others have scored its samples: if the worker that
         # filters left before, the groups would wait for ever.
-        if not {filters.STAGE, *self.run.settings.group_stages} & set(mine):
-            return True
-        return not await self.read(lambda c: c.execute(self._unfinished()).scalar())
-
-    def _unfinished(self) -> Any:
-        """Whether a group is on its way through its stages."""
-        group = SampleGroup.__table__
-        return sa.select(
-            sa.exists().where(group.c.run_id == self.run.id, group.c.state.in_([s.value for s in UNFINISHED_GROUP]))
-        )
+        late = bool({filters.STAGE, *self.run.settings.group_stages} & set(mine))
+        return late and self.has_unfinished(connection)
 
     async def _claim(self) -> bool:
         """Fill free slots: stages that somebody left, then samples. Whether anything came."""

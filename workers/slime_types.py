@@ -73,3 +73,14 @@ def takes_args(function: Callable[..., Any]) -> bool:
         return False  # a builtin without a signature
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return len([p for p in parameters if p.kind in positional and p.default is p.empty]) == 2
+
+
+def misfit(function: Callable[..., Any], n: int) -> str | None:
+    """Why a function can't be called with n positional arguments; None where it can, or nobody can tell."""
+    try:
+        inspect.signature(function).bind(*[None] * n)
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        pass  # a builtin without a signature
+    return None

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from samplestore import filters
 from samplestore.errors import SampleStoreError
 from samplestore.run import Run
 from samplestore.tokenizers import load_tokenizer
-from samplestore.types import TEACHER_STAGE
+from samplestore.types import TEACHER_STAGE, RunSettings
 from samplestore.workers.remote_rewards import RemoteJudge
-from samplestore.workers.rewards import Judge, RewardPool
+from samplestore.workers.rewards import BUILTINS, Judge, RewardPool
 from samplestore.workers.scoring import STAGE, RewardStage, Scorer, StageServer, Write
 from samplestore.workers.teacher import TeacherStage
 
@@ -37,6 +38,7 @@ def scorer_of(run: Run, settings: Any) -> Callable[[Write], Scorer] | None:
             raise SampleStoreError(_no_stage(run, name))
     if not specs and not settings.teacher:
         return None
+    _check_bands(rules, specs)
     if specs and not settings.tokenizer:
         raise SampleStoreError("--reward needs the model's tokenizer to decode text. Say --tokenizer DIR")
     tokenizer = load_tokenizer(settings.tokenizer) if specs else None
@@ -64,6 +66,22 @@ def judge_of(spec: str, settings: Any) -> Judge:
         spec, processes=settings.reward_processes, timeout_s=settings.reward_timeout_s,
         memory_mb=settings.reward_memory_mb, reward_key=settings.reward_key, args=settings.reward_args,
     )  # fmt: skip
+
+
+def _check_bands(rules: RunSettings, specs: Mapping[str, str]) -> None:
+    """Raises SampleStoreError where built-in verifiers, which give 0 to 1, score all that counts, and a group filter
+    asks for means that their weights do not reach: every group would be dropped."""
+    weights = {n: rules.reward_weights.get(n, 1.0) for n in (*rules.stages, *rules.group_stages) if n != TEACHER_STAGE}
+    if not all(weight == 0 or specs.get(name) in BUILTINS for name, weight in weights.items()):
+        return
+    low, high = (sum(pick(0.0, weight) for weight in weights.values()) for pick in (min, max))
+    for band in filters.parse(filters.GROUP, rules.group_filters):
+        if band.name == "reward" and (band.numbers[0] > high or band.numbers[1] < low):
+            raise SampleStoreError(
+                f"group filter reward:{band.numbers[0]:g}:{band.numbers[1]:g} would drop every group: these rewards "
+                f"lie in {low:g}..{high:g}. Make a run with another: samplestore add-prompts FILE --run NEW_NAME "
+                f"--set 'group_filters=[\"reward:{low:g}:{high:g}\"]'"
+            )
 
 
 def _no_stage(run: Run, name: str) -> str:

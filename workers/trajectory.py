@@ -98,7 +98,7 @@ class Trajectory:
                 await self._failed(error)
         except SampleStoreError as error:
             await self._failed(error)
-        except Exception as error:
+        except Exception as error:  # nobody else would ever let go of the sample: it must count as a failure
             log.exception("sample=%d failed unexpectedly", claim.sample_id)
             await self._failed(error)
         return []

@@ -199,13 +199,16 @@ def _add(
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
     """NAME=VALUE pairs; values are JSON, or text where they are not. Raises InvalidSetting for a name that is none."""
+    from samplestore import othernames
     from samplestore.types import RunSettings
 
     settings: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or name not in RunSettings.names():
-            raise InvalidSetting("--set", pair, "NAME=VALUE with a name of: " + ", ".join(RunSettings.names()))
+            close = othernames.meant(name, RunSettings.names(), othernames.RUN)
+            meant = f"{close}=VALUE, if that is meant, or " if close else ""
+            raise InvalidSetting("--set", pair, f"{meant}NAME=VALUE with a name of: {', '.join(RunSettings.names())}")
         try:
             settings[name] = json.loads(value)
         except ValueError:

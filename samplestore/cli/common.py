@@ -74,7 +74,7 @@ def opened(db: str | None) -> Iterator[Store]:
         yield store
     except KeyboardInterrupt:
         raise  # closing waits for the writer gate, and whoever pressed Ctrl-C has waited enough
-    except BaseException:
+    except BaseException:  # typer.Exit and SystemExit too
         store.close()
         raise
     store.close()

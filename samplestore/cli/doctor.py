@@ -140,7 +140,7 @@ def _database(found: Database) -> Iterator[Result]:
     except SampleStoreError as error:
         yield Result("schema", FAIL, str(error), exits.DATABASE)
         return
-    except Exception as error:
+    except Exception as error:  # drivers have error classes of their own, which are not imported to be named here
         if not exits.is_database_error(error):
             raise
         said = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]

@@ -36,6 +36,9 @@ def evaluate(
     pass_reward: Annotated[
         float, typer.Option("--pass-reward", help="A sample passes with this reward or more.")
     ] = 1.0,
+    again: Annotated[
+        bool, typer.Option("--again", help="Evaluate once more what was evaluated: another evaluation.")
+    ] = False,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until all of it is scored.")] = True,
     timeout: Annotated[
         float | None, typer.Option("--timeout", min=0, help="Seconds to wait.", show_default="without end")
@@ -46,17 +49,24 @@ def evaluate(
     """Evaluate the current weights: start it, wait for the workers, and tell what was found.
 
     pass@k is the unbiased estimator. The same question about the same version is the same evaluation: after Ctrl-C or a
-    timeout the command goes on waiting for it.
+    timeout the command goes on waiting for it. Exit 1 where all samples failed; --again tries once more.
     """
+    from samplestore.queries.obstacles import shown
+
     with opened_run(db, run) as found:
         if list_:
             _tell(found, found.evaluations(pass_reward), as_json)
             return
-        options = {"sampling": _sampling(sampling), "max_new_tokens": max_new_tokens}
+        options = {"sampling": _sampling(sampling), "max_new_tokens": max_new_tokens, "again": again}
         name = dataset or _only(found)
         if wait:
             made = found.evaluate(name, samples, pass_reward=pass_reward, timeout=timeout, **options)
             _tell(found, [made], as_json)
+            if made.all_failed:
+                raise exits.CommandError(
+                    f"all {made.n_failed} samples failed; the last one: {shown(made.newest_error)}. When that is "
+                    "mended, give the command again with: --again"
+                )
             return
         number = found.start_evaluation(name, samples, **options)
         (begun,) = [e for e in found.evaluations(pass_reward) if e.id == number]
@@ -106,12 +116,12 @@ def _tell(run: Run, told: list[Evaluation], as_json: bool) -> None:
     ks = sorted({k for e in told for k in e.pass_at})
     table(
         ("data set", "version", "state", "prompts", "samples", "failed", *(f"pass@{k}" for k in ks), "mean reward",
-         "truncated", "mean tokens", "other version", "began"),
+         "truncated", "mean tokens", "other version", "sampling", "max new tokens", "began"),
         [
             (
                 e.dataset, e.version, "done" if e.done else "under way", f"{e.n_prompts_done}/{e.n_prompts}",
                 e.n_scored, e.n_failed, *(e.pass_at.get(k) for k in ks), e.mean_reward, e.truncated, e.mean_tokens,
-                e.n_other_version, when(e.created_at),
+                e.n_other_version, json.dumps(e.sampling), e.max_new_tokens, when(e.created_at),
             )
             for e in told
         ],

@@ -23,7 +23,7 @@ class Evaluation:
     done             all its groups are generated and scored
     n_prompts        and those of them that are done; n_samples: of each prompt
     n_scored         samples of done prompts with a reward, all of whose tokens are of `version`
-    n_failed         samples that were given up: they are in no other number
+    n_failed         samples that were given up: they are in no other number; newest_error: of the one that failed last
     n_other_version  finished samples with tokens of other weights than `version` (published meanwhile), or of weights
                      that nobody knows: they are in no other number
     mean_reward      over the samples with a reward
@@ -51,6 +51,12 @@ class Evaluation:
     mean_tokens: float | None
     sampling: dict[str, Any]
     max_new_tokens: int | None
+    newest_error: str | None
+
+    @property
+    def all_failed(self) -> bool:
+        """It is done, and all of its samples were given up."""
+        return self.done and self.n_failed > 0 and self.mean_tokens is None and not self.n_other_version
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "pass_at": {str(k): value for k, value in self.pass_at.items()}}
@@ -132,6 +138,13 @@ def _read(connection: sa.Connection, row: Any, pass_reward: float) -> Evaluation
         .where(sample.c.parent_id.is_(None))  # a fork is a part of one try, not another try
         .group_by(group.c.id)
     ).fetchall()
+    last = (
+        sa.select(sample.c.error)
+        .join(group, group.c.id == sample.c.group_id)
+        .where(group.c.evaluation_id == row.id, sample.c.status == SampleStatus.FAILED.value)
+        .order_by(sa.func.coalesce(sample.c.finished_at, 0.0).desc(), sample.c.id.desc())
+        .limit(1)
+    )
     left, _ = progress(connection, row.id)
     n, done = sum(p.n for p in prompts), sum(p.finished for p in prompts)
     at: dict[int, float] = {}
@@ -147,4 +160,5 @@ def _read(connection: sa.Connection, row: Any, pass_reward: float) -> Evaluation
         truncated=int(sum(p.truncated for p in prompts)) / done if done else None,
         mean_tokens=float(sum(p.tokens for p in prompts if p.finished)) / done if done else None,
         sampling=dict(row.sampling), max_new_tokens=row.max_new_tokens,
+        newest_error=connection.execute(last).scalar(),
     )  # fmt: skip

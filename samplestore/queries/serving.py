@@ -103,4 +103,7 @@ def _try(
         with database.writing() if locks else database.reading() as connection:
             connection.execute(statement, values).fetchmany(1)
     except sa.exc.DBAPIError as error:
-        raise InvalidSetting(setting, said, f"SQL that this database runs; it said: {_words(error)}") from error
+        words = _words(error)
+        writes = "readonly" in words or "read-only" in words  # as SQLite and PostgreSQL say it
+        allowed = "SQL that only reads" if writes else "SQL that this database runs"
+        raise InvalidSetting(setting, said, f"{allowed}; it said: {words}") from error

@@ -11,7 +11,7 @@ from samplestore.clock import db_now
 from samplestore.engine import Database
 from samplestore.errors import InvalidSetting
 from samplestore.models import EngineRow, Run, Sample, SampleGroup, Worker
-from samplestore.queries import serving, stages
+from samplestore.queries import obstacles, serving, stages
 from samplestore.queries.starving import AGAIN, regenerated
 from samplestore.statements import staleness
 from samplestore.states import (
@@ -104,6 +104,7 @@ def _facts(connection: sa.Connection, run_id: int, settings: RunSettings) -> dic
         .limit(1)
     ).one_or_none()
     stale = sa.and_(group.c.run_id == run_id, group.c.state == GroupState.STALE.value)
+    since = obstacles.last_batch_at(connection, row)
     served, fails = False, None
     try:
         served = serving.exhausted(connection, row, settings)
@@ -147,6 +148,10 @@ def _facts(connection: sa.Connection, run_id: int, settings: RunSettings) -> dic
         "dropped": count(
             group.c.run_id == run_id, group.c.state == GroupState.DROPPED.value, group.c.evaluation_id.is_(None)
         ),
+        "drop_reasons": obstacles.drop_reasons(connection, run_id),
+        "left_behind": obstacles.left_behind(connection, row),
+        "failing_samples": obstacles.failing(connection, run_id, "fail", since),
+        "failing_stages": obstacles.failing(connection, run_id, "stage_failed", since),
         "worker_error": error,
         "engine_error": broken,
     }
@@ -172,7 +177,7 @@ def _of_service(f: dict[str, Any]) -> Any:
     if f["silent"]:
         yield "silent_workers", f"{f['silent']} workers have stopped sending heartbeats"
     if f["worker_error"] is not None:
-        yield "worker_error", f"worker {f['worker_error'].name} failed: {f['worker_error'].error}"
+        yield "worker_error", f"worker {f['worker_error'].name} failed: {obstacles.shown(f['worker_error'].error)}"
     if 0 < f["failed_engines"] < f["engines"]:
         yield "failed_engines", _failed_engines(f)
     if f["strange_engines"]:
@@ -181,6 +186,8 @@ def _of_service(f: dict[str, Any]) -> Any:
             f"{f['strange_engines']} of {f['engines']} engines serve weights that this run has not published "
             "(samplestore engines update --path MODEL --label default)",
         )
+    if f["left_behind"] is not None:
+        yield "left_behind", f["left_behind"]
 
 
 def _of_work(f: dict[str, Any], settings: RunSettings) -> Any:
@@ -197,6 +204,10 @@ def _of_work(f: dict[str, Any], settings: RunSettings) -> Any:
         yield "in_flight_limit", f"what is in flight is all that the run allows: {limit}"
     if f["waiting"]:
         yield "waiting", f"{f['waiting']} samples wait for a worker"
+    if f["failing_samples"] is not None:
+        yield "failing_samples", f"attempts at samples failed {f['failing_samples']}"
+    if f["failing_stages"] is not None:
+        yield "failing_stages", f"rewards or filters failed {f['failing_stages']}"
     if f["backing_off"]:
         yield "backing_off", f"{f['backing_off']} samples wait before they are tried again"
 
@@ -266,7 +277,7 @@ def _reasons(f: dict[str, Any], settings: RunSettings, needed: int, window: int)
             f"no group is under way and {room} more may be; workers and waiting trainers admit them",
         )
     if f["dropped"]:
-        yield "dropped", f"{f['dropped']} groups were dropped so far"
+        yield "dropped", f"{f['dropped']:,} groups were dropped so far; the last ones for: {f['drop_reasons']}"
     if f["expired"]:
         yield "expired", f"{f['expired']} groups fell out of the window so far, before a batch took them"
 
@@ -294,4 +305,6 @@ def _reached(f: dict[str, Any], settings: RunSettings) -> str:
 
 def _failed_engines(f: dict[str, Any]) -> str:
     last = f["engine_error"]
-    return f"{f['failed_engines']} of {f['engines']} engines failed; the last, {last.url}: {str(last.error)[:300]}"
+    return (
+        f"{f['failed_engines']} of {f['engines']} engines failed; the last, {last.url}: {obstacles.shown(last.error)}"
+    )

@@ -15,6 +15,7 @@ from samplestore.clock import db_now
 from samplestore.models import Sample, Segment, WeightVersionRow
 from samplestore.statements import staleness
 from samplestore.statements.prepared import Over, given
+from samplestore.statements.samples import held_by
 
 sample, segment, version = Sample.__table__, Segment.__table__, WeightVersionRow.__table__
 
@@ -55,9 +56,7 @@ def _move(rows: Any) -> Any:
     return (
         sa.update(sample)
         .where(
-            sample.c.id == rows.c.sample_id,
-            sample.c.owner == rows.c.owner,
-            sample.c.attempt == rows.c.attempt,
+            *held_by(rows),
             sample.c.incarnation == rows.c.incarnation,
             sample.c.n_segments == rows.c.seq,
             known(run, low),

@@ -24,6 +24,12 @@ FENCE = (
     & (sample.c.attempt == bindparam("fence"))
 )
 
+
+def held_by(given: Any) -> tuple[sa.ColumnElement[bool], ...]:
+    """The fence for many samples at once: given rows have their sample_id, owner and attempt."""
+    return sample.c.id == given.c.sample_id, sample.c.owner == given.c.owner, sample.c.attempt == given.c.attempt
+
+
 # What ends an ownership, whoever ends it: the next owner is told apart by the attempt.
 LET_GO: dict[str, Any] = {"owner": None, "attempt": sample.c.attempt + 1}
 STATUS_AT_REST = sa.case((sample.c.n_tokens > 0, SampleStatus.ABORTED.value), else_=SampleStatus.PENDING.value)
@@ -188,9 +194,7 @@ def _finish() -> Over:
         sa.update(sample)
         .where(
             sample.c.id == held.c.id,
-            sample.c.id == ends.c.sample_id,
-            sample.c.owner == ends.c.owner,
-            sample.c.attempt == ends.c.attempt,
+            *held_by(ends),
             sample.c.group_id == ends.c.group_id,
             sample.c.run_id == ends.c.run_id,
             sample.c.n_tokens > 0,
@@ -296,10 +300,15 @@ CLAIMED_GROUP_STAGES = (
     .where(stage.c.id.in_(bindparam("ids", expanding=True)), stage.c.sample_id.is_(None))
     .order_by(stage.c.id)
 )
+_root = sample.alias("root")
 MEMBERS = (
     sa.select(
         sample.c.id, sample.c.group_id, sample.c.index.label("place"), sample.c.incarnation, sample.c.status,
         sample.c.reward, sample.c.parent_id, sample.c.parent_upto, prompt.c.prompt_ids,
+        sa.func.coalesce(
+            sa.select(_root.c.index).where(_root.c.id == sample.c.parent_id).correlate(sample).scalar_subquery(),
+            sample.c.index,
+        ).label("root"),
     )
     .select_from(_WITH_PROMPT)
     .where(

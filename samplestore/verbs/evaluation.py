@@ -7,6 +7,7 @@ dropped with the reason "evaluation". Their samples go before those to train on.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from typing import Any
 
@@ -15,6 +16,7 @@ import sqlalchemy as sa
 from samplestore.clock import db_now
 from samplestore.errors import InvalidSetting
 from samplestore.models import DatasetRow, EvaluationRow, PromptRow
+from samplestore.queries.evaluation import progress
 from samplestore.states import EVALUATION_PRIORITY, Purpose
 from samplestore.types import plain_json, whole
 from samplestore.verbs.prompts import create_groups
@@ -27,7 +29,12 @@ MAX_SAMPLES = 10_000  # of a prompt
 
 
 def start(
-    tx: Tx, name: str, n_samples: int = 1, sampling: dict[str, Any] | None = None, max_new_tokens: int | None = None
+    tx: Tx,
+    name: str,
+    n_samples: int = 1,
+    sampling: dict[str, Any] | None = None,
+    max_new_tokens: int | None = None,
+    again: bool = False,
 ) -> int:
     """Begin to evaluate the run's current version on a data set that was added for it; the evaluation's id. The same
     question about the same version is the same evaluation: repeating the call is harmless.
@@ -35,6 +42,7 @@ def start(
     n_samples        of each prompt
     sampling         over the run's and the worker's, e.g. {"temperature": 0.0}
     max_new_tokens   response budget; None is the worker's
+    again            where the last evaluation of this question is done: another one. Where it is under way, that one
     Raises InvalidSetting.
     """
     n = whole("samples", n_samples, 1, MAX_SAMPLES)
@@ -46,12 +54,11 @@ def start(
         there = ", ".join(sorted(d.name for d in known.values() if d.purpose == Purpose.EVAL)) or "none is there"
         cure = "samplestore add-prompts FILE --dataset NAME --eval"
         raise InvalidSetting("dataset", name, f"one that is there for evaluation ({there}; add one with: {cure})")
-    asked = json.dumps([known[name].n_prompts, n, given, limit], sort_keys=True)
-    key = hashlib.sha256(asked.encode()).hexdigest()
-    values = {"run_id": tx.run_id, "dataset": name, "version": row.current_version, "settings_key": key}
-    found = tx.execute(sa.select(evaluation.c.id).filter_by(**values)).scalar()
-    if found is not None:
-        return int(found)
+    asked = [known[name].n_prompts, n, given, limit]
+    values = {"run_id": tx.run_id, "dataset": name, "version": row.current_version}
+    found, key = _last(tx, values, asked)
+    if found is not None and not (again and progress(tx.connection, found)[0] == 0):
+        return found
     ids = tx.rows(
         sa.select(prompt.c.id)
         .where(prompt.c.run_id == tx.run_id, prompt.c.dataset == name)
@@ -60,10 +67,24 @@ def start(
     made = tx.execute(
         sa.insert(evaluation)
         .values(
-            **values, n_samples=n, n_groups=len(ids), sampling=given, max_new_tokens=limit, created_at=db_now()
+            **values, settings_key=key, n_samples=n, n_groups=len(ids), sampling=given, max_new_tokens=limit,
+            created_at=db_now(),
         )
         .returning(evaluation.c.id)
     ).scalar_one()  # fmt: skip
     create_groups(tx, row, [Served(r.id, 0, EVALUATION_PRIORITY) for r in ids], n, made)
     tx.event("evaluate", name, version=row.current_version, details={"evaluation": made, "groups": len(ids)})
     return int(made)
+
+
+def _last(tx: Tx, values: dict[str, Any], asked: list[Any]) -> tuple[int | None, str]:
+    """(the last evaluation of this question, the key of the next one). The first has the key of the question alone."""
+    last: int | None = None
+    for number in itertools.count():
+        text = json.dumps([*asked, number] if number else asked, sort_keys=True)
+        key = hashlib.sha256(text.encode()).hexdigest()
+        found = tx.execute(sa.select(evaluation.c.id).filter_by(**values, settings_key=key)).scalar()
+        if found is None:
+            break
+        last = int(found)
+    return last, key

@@ -1,4 +1,4 @@
-"""What a worker does with samples: claim, append, finish, release, fail, and the requests behind them."""
+"""What a worker does with samples: claim, append, finish, release, fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from samplestore.statements import appends as ap
 from samplestore.statements import requests as rq
 from samplestore.statements import samples as st
 from samplestore.states import CLAIMABLE, FINISHED, Fate, SampleStatus, SegmentKind
-from samplestore.types import Claim, RequestInfo, StageClaim, choice, whole
+from samplestore.types import Claim, StageClaim, choice, whole
 from samplestore.verbs import flow, groups, restarts, rollouts, sampling, stages
 from samplestore.verbs.arrays import store as store_array
 from samplestore.verbs.tx import Call, Contested, Tx
@@ -209,7 +209,7 @@ def note_abort(tx: Tx, claim: Claim, reason: str, rid: str | None = None) -> Non
     """An abort that came when everything was stored already: no segment carries it. `rid`: the request that it ended;
     with the end of that in the same transaction it may be said twice. Raises LeaseLost."""
     tx.as_owner_of(claim)
-    row = _require_owner(tx, claim)
+    row = require_owner(tx, claim)
     if rid is not None and tx.execute(rq.ENDED, {"of_rid": rid}).scalar() is not None:
         return
     tx.execute(
@@ -249,7 +249,7 @@ def _refused(tx: Tx, made: _Segment) -> None:
         if same and bytes(there.payload) == given["payload"]:
             return
         raise SequenceConflict(claim.sample_id, seq, seq + 1, "another segment with this seq is stored")
-    row = _require_owner(tx, claim)
+    row = require_owner(tx, claim)
     for number in (low, high):
         if number is not None and not tx.execute(ap.VERSION_EXISTS, {"b_run": tx.run_id, "number": number}).scalar():
             name = tx.execute(sa.select(st.run.c.name).where(st.run.c.id == tx.run_id)).scalar_one()
@@ -264,7 +264,8 @@ def _lock_group(tx: Tx, claim: Claim) -> None:
     tx.hold_groups([claim.group_id])
 
 
-def _require_owner(tx: Tx, claim: Claim) -> Any:
+def require_owner(tx: Tx, claim: Claim) -> Any:
+    """Where a claimed sample stands. Raises LeaseLost."""
     row = tx.execute(st.OWNED, {"sample_id": claim.sample_id}).one()
     if (row.owner, row.attempt, row.incarnation) != (claim.owner, claim.attempt, claim.incarnation):
         raise LeaseLost("sample", claim.sample_id, claim.attempt, row.owner, row.attempt)
@@ -343,7 +344,7 @@ def _not_finished(tx: Tx, claim: Claim, given: str | None, reason: str | None) -
     if row is None or (row.run_id, row.group_id) != (tx.run_id, claim.group_id):
         raise NotInRun("sample", [claim.sample_id])  # a claim that was put together by hand
     if row.n_tokens == 0:
-        _require_owner(tx, claim)  # after a requeue there are no tokens either, but that is not the caller's fault
+        require_owner(tx, claim)  # after a requeue there are no tokens either, but that is not the caller's fault
         raise InvalidSegment("a sample without tokens cannot finish; release or fail it", field="tokens")
     length = (reason or row.finish_reason) == "length"
     ended = given or (SampleStatus.TRUNCATED if length else SampleStatus.COMPLETED)
@@ -401,84 +402,6 @@ def fail(tx: Tx, claim: Claim, error: str, backoff_s: float = 1.0) -> str:
     return status.value
 
 
-def begin_request(
-    tx: Tx, claim: Claim, rid: str, engine: str | None, temperature: float | None, resumes: bool,
-    seed: int | None = None, greedy: bool = False,
-) -> None:  # fmt: skip
-    """Record that an engine is asked to go on with a claimed sample. `resumes`: from tokens of an earlier request;
-    seed, greedy: how it draws."""
-    begin_many(tx, [((claim, rid, engine, temperature, resumes, seed, greedy), {})])
-
-
-def begin_many(tx: Tx, calls: Sequence[Call]) -> list[None]:
-    """`begin_request` for several samples, each of them once. Raises Contested if the database refuses one."""
-    begun = [_beginning(tx, *args, **kwargs) for args, kwargs in calls]
-    if rq.BEGIN.execute(tx.connection, [row for _, row in begun]) != len(begun):
-        if len(begun) > 1:
-            raise Contested
-        ((claim, row),) = begun
-        if tx.execute(rq.OF, {"of_rid": row["rid"]}).scalar() is None:
-            _require_owner(tx, claim)  # says whose it is now
-        return [None]  # a repetition
-    resumed = [claim for claim, row in begun if row["resumes"]]
-    if resumed:
-        tx.execute(
-            st.COUNT_RESUME,
-            [{"sample_id": c.sample_id, "b_owner": c.owner, "fence": c.attempt} for c in resumed],
-        )
-    for claim in resumed:
-        tx.event(
-            "resume", None, worker_id=claim.owner, sample_id=claim.sample_id, group_id=claim.group_id,
-            tokens=claim.n_tokens,
-        )  # fmt: skip
-    return [None] * len(begun)
-
-
-def _beginning(
-    tx: Tx,
-    claim: Claim,
-    rid: str,
-    engine: str | None,
-    temperature: float | None,
-    resumes: bool,
-    seed: int | None = None,
-    greedy: bool = False,
-) -> tuple[Claim, dict[str, Any]]:
-    tx.as_owner_of(claim)
-    return claim, {
-        "rid": rid, "sample_id": claim.sample_id, "worker_id": claim.owner, "attempt": claim.attempt,
-        "incarnation": claim.incarnation, "engine": engine, "temperature": temperature,
-        "resumed_tokens": claim.n_tokens if resumes else 0, "resumes": resumes,
-        "sampling_seed": seed, "greedy": int(greedy),
-    }  # fmt: skip
-
-
-def end_request(tx: Tx, info: RequestInfo) -> None:
-    """Close a request's row: generated = stored + lost(reason). No fence: what an engine did is a fact, also when
-    its tokens came too late."""
-    end_many(tx, [((info,), {})])
-
-
-def end_many(tx: Tx, calls: Sequence[Call]) -> list[None]:
-    """`end_request` for several requests."""
-    rows = []
-    for (info,), _ in calls:
-        for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "retractions"):
-            if (value := getattr(info, name)) is not None:
-                whole(name, value)
-        ended = None if info.finish_reason is None else codec.clean_text(info.finish_reason, 100)
-        rows.append(
-            {
-                "of_rid": info.rid, "b_run": tx.run_id, "b_engine": info.engine, "b_prompt": info.prompt_tokens,
-                "b_cached": info.cached_tokens, "b_generated": info.generated_tokens, "b_lost": info.lost_reason,
-                "b_retractions": info.retractions, "b_queue_s": info.queue_s, "b_e2e_s": info.e2e_s,
-                "b_reason": ended, "b_spec": info.spec,
-            }
-        )  # fmt: skip
-    tx.execute(rq.END, rows)
-    return [None] * len(rows)
-
-
 def attach(
     tx: Tx, claim: Claim, name: str, array: Any, n_experts: int | None = None, first_row: int | None = None
 ) -> None:
@@ -487,7 +410,7 @@ def attach(
     `n_experts` narrows, of the last but one. first_row: the token of prompt and response that its first row must be of,
     where the caller knows. Raises InvalidSegment, LeaseLost."""
     tx.as_owner_of(claim)
-    row = _require_owner(tx, claim)
+    row = require_owner(tx, claim)
     if row.n_segments == 0:
         raise InvalidSegment("an array needs a segment to stand beside", field=name)
     made = array if isinstance(array, arrays.Prepared) else arrays.prepare(name, array, n_experts)

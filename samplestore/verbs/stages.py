@@ -115,7 +115,9 @@ def _load_of_groups(tx: Tx, ids: list[int], worker_id: int) -> list[StageClaim]:
     members: dict[int, list[Member]] = defaultdict(list)
     for row in rows:
         before, own = forked.get(row.id, (prompts[row.group_id], tokens.get(row.id, NO_IDS)))
-        members[row.group_id].append(Member(row.id, row.place, row.incarnation, row.status, row.reward, own, before))
+        members[row.group_id].append(
+            Member(row.id, row.place, row.root, row.incarnation, row.status, row.reward, own, before)
+        )
     return [
         StageClaim(
             run_id=tx.run_id, stage_id=row.stage_id, name=row.name, sample_id=0, group_id=row.group_id,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from samplestore.verbs import samples, stages
+from samplestore.verbs import requests, samples, stages
 from samplestore.verbs.tx import Call, Tx
 
 Verb = Callable[..., Any]
@@ -20,8 +20,8 @@ Verb = Callable[..., Any]
 MANY: dict[Verb, Callable[[Tx, Sequence[Call]], list[Any]]] = {
     samples.append: samples.append_many,
     samples.finish: samples.finish_many,
-    samples.begin_request: samples.begin_many,
-    samples.end_request: samples.end_many,
+    requests.begin_request: requests.begin_many,
+    requests.end_request: requests.end_many,
 }
 LOCKS_GROUP: frozenset[Verb] = frozenset({samples.finish, samples.fail, stages.score, stages.fail_stage})
 

@@ -222,6 +222,7 @@ class Transactor(Protocol):
     id: int
     name: str
     settings: RunSettings
+    tokenizer: Any
 
     def array_files(self) -> ArrayFiles: ...
 

@@ -10,14 +10,14 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from samplestore import codec
 from samplestore.clock import db_now
-from samplestore.errors import InvalidSetting, LeaseLost, SampleStoreError
-from samplestore.models import EngineRow, Run, WeightVersionRow
-from samplestore.states import RolloutMode, RunState
+from samplestore.errors import EngineInUse, InvalidSetting, LeaseLost
+from samplestore.models import EngineRow, Run, WeightVersionRow, Worker
+from samplestore.states import RolloutMode, RunState, WorkerKind, WorkerState
 from samplestore.types import EngineFacts, WeightVersion, choice, plain_text, whole
 from samplestore.verbs import flow, stale
 from samplestore.verbs.tx import Tx
 
-run, version, engine = Run.__table__, WeightVersionRow.__table__, EngineRow.__table__
+run, version, engine, worker = (t.__table__ for t in (Run, WeightVersionRow, EngineRow, Worker))
 
 FIRST_LABEL = "default"  # what an SGLang engine reports until it is told a version
 MAX_COUNTER = 2**53  # beyond it a counter that was sent as a float is not exact, and no engine comes near
@@ -110,7 +110,7 @@ def see_engine(
     facts            what else it told; None in it keeps what is known
     counter_seen_at  counter_base, asked before the engine was: its counter is added up only if nobody else's reading
                      came between, or tokens would count twice
-    Returns the engine's row. Raises InvalidSetting, SampleStoreError where it belongs to another run that is alive.
+    Returns the engine's row. Raises InvalidSetting, EngineInUse where it belongs to another run.
     """
     label = None if label is None else codec.clean_text(label, 200)
     row = _engine_locked(tx, url)
@@ -146,12 +146,21 @@ def _engine_locked(tx: Tx, url: str) -> Any:
         tx.execute(new.on_conflict_do_nothing(index_elements=["url"], index_where=sa.text("state <> 'gone'")))
         row = tx.execute(query).one()
     if row.run_id != tx.run_id:
-        name = tx.execute(sa.select(run.c.name).where(run.c.id == row.run_id)).scalar()
-        raise SampleStoreError(
-            f"engine {url} belongs to run {name!r}; an engine serves one run's weights. "
-            f"Give it back with: samplestore engines forget {url}"
-        )
+        name = tx.execute(sa.select(run.c.name).where(run.c.id == row.run_id)).scalar_one()
+        raise EngineInUse(url, name, users(tx, row.run_id, url))
     return row
+
+
+def users(connection: Tx | sa.Connection, run_id: int, url: str) -> list[tuple[int, str, int]]:
+    """(id, host, pid) of a run's live workers that were given this engine, or a router, which may list it."""
+    rows = connection.execute(
+        sa.select(worker.c.id, worker.c.host, worker.c.pid, worker.c.info)
+        .where(worker.c.run_id == run_id, worker.c.kind == WorkerKind.ROLLOUT.value)
+        .where(worker.c.state == WorkerState.LIVE.value, worker.c.heartbeat >= db_now() - worker.c.ttl_s)
+        .order_by(worker.c.id)
+    ).fetchall()
+    given = [(row, row.info or {}) for row in rows]
+    return [(row.id, row.host, row.pid) for row, info in given if info.get("router") or url in info.get("engines", ())]
 
 
 def _version_of(tx: Tx, label: str | None) -> int | None:
@@ -242,8 +251,12 @@ def _backoff(failures: sa.ColumnElement[int]) -> sa.ColumnElement[float]:
     return sa.case((failures > 5, db_now() + 30.0), else_=db_now() + failures)
 
 
-def forget_engine(tx: Tx, url: str) -> int:
-    """An engine is no longer this run's."""
+def forget_engine(tx: Tx, url: str, anyway: bool = False) -> int:
+    """An engine is no longer this run's. Raises EngineInUse while live workers of it would take it back at once, unless
+    `anyway`."""
+    if not anyway and (found := users(tx, tx.run_id, url)):
+        name = tx.execute(sa.select(run.c.name).where(run.c.id == tx.run_id)).scalar_one()
+        raise EngineInUse(url, name, found)
     return tx.execute(
         sa.update(engine)
         .where(engine.c.url == url, KNOWN)

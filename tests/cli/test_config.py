@@ -282,3 +282,19 @@ def test_unknown_levels_and_formats() -> None:
 )
 def test_mask(text: str, masked: str) -> None:
     assert mask(text) == masked
+
+
+@pytest.mark.parametrize(("value", "fits"), [(0, True), (64, True), (63, False), (-1, False)])
+def test_no_memory_limit_is_a_limit_of_0(value: int, fits: bool) -> None:
+    if fits:
+        assert load_worker_config(None, {"db": "a.db", "reward_memory_mb": value}).reward_memory_mb == value
+        return
+    with pytest.raises(ConfigError, match="reward_memory_mb = "):
+        load_worker_config(None, {"db": "a.db", "reward_memory_mb": value})
+
+
+def test_names_of_slime_are_understood(tmp_path: Path) -> None:
+    path = tmp_path / "slime.toml"
+    path.write_text("[worker]\nsglang_server_concurrency = 64\n")
+    with pytest.raises(ConfigError, match=r"Did you mean concurrency\?"):
+        load_worker_config(path, {"db": "a.db"})

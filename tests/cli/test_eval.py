@@ -81,3 +81,19 @@ def test_status_tells_of_data_sets_and_evaluations(cli: Cli, run: Run, sqlite_ur
     assert told["groups"]["open"] == 4, "those of the evaluation are not among them"
     assert "test: 2 prompts to evaluate on" in cli("status", "--db", sqlite_url).out
     assert "2 groups of evaluations are under way" in cli("why", "--db", sqlite_url).out
+
+
+def test_samples_that_all_failed_are_no_success(cli: Cli, sqlite_url: str, tmp_path: Path) -> None:
+    run = f.make_run(samplestore.open(sqlite_url), stages=["reward"], max_attempts=1)
+    add(cli, sqlite_url, tmp_path)
+    asked = ("eval", "test", "--db", sqlite_url, "--sampling", '{"top_p": 0.5}', "--max-new-tokens", 9)
+    cli(*asked, "--no-wait")
+    for claim in run.claim(f.register(run), 2):
+        run.fail(claim, "engine refused: \x1b[31mtoo long")
+    answer = cli(*asked)
+    assert answer.code == 1 and "all 2 samples failed" in answer.err and "--again" in answer.err
+    assert "engine refused: \\x1b[31mtoo long" in answer.err and "\x1b" not in answer.err
+    again = cli(*asked, "--no-wait", "--again", "--json")
+    assert again.code == 0 and not again.json["evaluations"][0]["done"]
+    listed = cli("eval", "--db", sqlite_url, "--list")
+    assert listed.code == 0 and '{"top_p": 0.5}' in listed.out and "max new tokens" in listed.out

@@ -11,6 +11,7 @@ import pytest
 
 import samplestore
 from samplestore import Store, arrayfiles, retention
+from samplestore import backup as backup_module
 from samplestore.arrayfiles import LocalFiles
 from samplestore.backup import backup, restore
 from samplestore.engine import Database
@@ -125,6 +126,25 @@ def test_a_restore_that_fails_leaves_no_files(sqlite_url: str, tmp_path: Path) -
         restore(tmp_path / "copy", target)
     target.close()
     assert len(list((tmp_path / "a").glob("*/??/*"))) == 1, "the one that was there"
+
+
+def test_one_file_that_cannot_be_removed_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, stuck = LocalFiles(tmp_path), 1
+    keys = [files.put(bytes([n]) * 9) for n in range(3)]
+    remove = LocalFiles.remove
+
+    def refusing(self: LocalFiles, key: str, grace_s: float = 0.0) -> bool:
+        if key == keys[stuck]:
+            raise PermissionError(13, "Permission denied")
+        return remove(self, key, grace_s)
+
+    monkeypatch.setattr(LocalFiles, "remove", refusing)
+    with pytest.raises(BackupError, match="broken"), backup_module._copies() as put:
+        put.extend((files, key) for key in keys)
+        raise BackupError("broken")
+    assert [key for key, _ in files.old(0.0)] == [keys[stuck]]
 
 
 def test_a_sweep_while_files_get_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,3 +276,25 @@ def test_the_timeout_of_an_evaluation_names_the_engines_that_keep_it_waiting(sto
     run.publish_weights(step=0)
     with pytest.raises(EvaluationTimeout, match=r"http://e serves version 0, the run is at 1"):
         run.evaluate("test", timeout=0.0)
+
+
+def test_an_evaluation_whose_samples_all_failed_is_begun_again(store: Store) -> None:
+    run = made(store, prompts=2, max_attempts=1)
+    first = run.start_evaluation("test", samples=1)
+    assert run.start_evaluation("test", samples=1, again=True) == first, "it is under way: repeating it is harmless"
+    worker = f.register(run)
+    for number, claim in enumerate(run.claim(worker, 2)):
+        run.fail(claim, f"boom {number}")
+    (told,) = run.evaluations()
+    assert told.all_failed and told.newest_error == "boom 1" and told.n_failed == 2
+    assert run.start_evaluation("test", samples=1) == first
+    second = run.start_evaluation("test", samples=1, again=True)
+    assert second != first and run.start_evaluation("test", samples=1) == second
+    for claim in run.claim(worker, 2):
+        f.answer(run, claim)
+    for stage in run.claim_stages(worker, 2):
+        run.score(stage, 1.0)
+    again = run.evaluate("test", samples=1, timeout=0)
+    assert (again.id, again.n_scored, again.newest_error, again.all_failed) == (second, 2, None, False)
+    assert run.start_evaluation("test", samples=1, again=True) not in (first, second)
+    f.sound(run)

@@ -317,6 +317,108 @@ def test_a_wait_for_a_buffer_filter_names_it(store: Store) -> None:
     assert "buffer_filter" not in dict(caught.value.why.reasons), "it was not asked: too few are ready"
 
 
+def keep_all(seen: list[Any]) -> Any:
+    """A buffer filter that takes the first groups, and keeps what it was shown."""
+
+    def keep(args: Any, rollout_id: int, buffer: list[Any], n: int) -> list[Any]:
+        seen.extend(buffer)
+        return buffer[:n]
+
+    return keep
+
+
+def test_what_a_buffer_filter_raises_names_it(store: Store) -> None:
+    run = hooked(store)
+
+    def mistaken(args: Any, rollout_id: int, buffer: list[Any], n: int) -> list[Any]:
+        raise KeyError("label")
+
+    with pytest.raises(
+        HookFailed, match=r"buffer filter .*mistaken can't be used: it raised KeyError: 'label'"
+    ) as caught:
+        run.batch(0, buffer_filter=mistaken, timeout=10)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert f.states(run) == ["ready"] * 3
+
+
+def test_hooks_see_log_probs_loss_and_versions(store: Store) -> None:
+    run = f.make_run(store, prompts=1, samples_per_prompt=2, groups_per_step=1)
+    first, second = run.claim(f.register(run), 2)
+    f.add(run, first, 2)
+    run.append(first, [7, 8, 9], None, None, kind="environment")
+    f.answer(run, first, 1)
+    f.answer(run, second, 1)
+    seen: list[Any] = []
+    run.batch(0, buffer_filter=keep_all(seen), timeout=10).release("seen")
+    one, other = seen[0]
+    assert one.loss_mask == [1, 1, 0, 0, 0, 1] and one.effective_response_length == 3
+    assert one.rollout_log_probs == [-0.25, -0.375, 0.0, 0.0, 0.0, -0.25]
+    assert one.weight_versions == ["0"] and other.loss_mask == [1]
+    one.loss_mask = [0] * 6  # a hook may set what it likes
+    assert one.effective_response_length == 0
+
+
+def test_trained_tokens_without_log_probs_have_none_in_hooks(store: Store) -> None:
+    run = store.run("imported", samples_per_prompt=1, groups_per_step=1)
+    run.import_samples([{"prompt_ids": [1, 2], "samples": [{"response_ids": [3, 4], "reward": 1.0}]}])
+    seen: list[Any] = []
+    run.batch(0, buffer_filter=keep_all(seen), need_logprobs=False, timeout=10).release("seen")
+    assert seen[0][0].rollout_log_probs is None and seen[0][0].loss_mask == [1, 1]
+
+
+class Letters:
+    """Enough of a tokenizer: a token is a letter."""
+
+    encode = apply_chat_template = None
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(87 + i): i for i in range(36)}
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return "".join(chr(87 + int(i)) for i in ids)
+
+
+def test_hooks_see_text_where_a_tokenizer_is_known(store: Store) -> None:
+    run = f.make_run(store, prompts=1, samples_per_prompt=1, groups_per_step=1)
+    f.finish_all(run, f.register(run))
+    seen: list[Any] = []
+
+    def reads_text(args: Any, rollout_id: int, buffer: list[Any], n: int) -> list[Any]:
+        seen.extend(sample.response for group in buffer for sample in group)
+        return buffer[:n]
+
+    with pytest.raises(HookFailed, match=r"reads_text can't be used: it asks for sample.response.*run.tokenizer = "):
+        run.batch(0, buffer_filter=reads_text, timeout=10)
+    run.tokenizer = Letters()
+    run.batch(0, buffer_filter=reads_text, timeout=10).release("seen")
+    assert seen == ["abc"]
+
+
+@pytest.mark.parametrize(("first", "at"), [(0, 0), (1, 1), (100, 100)])
+def test_start_rollout_id_counts_from_the_run_s_first_step(store: Store, first: int, at: int) -> None:
+    """As slime's: the step whose samples were generated when the first token was. Weights of step s generate for the
+    next; those that a run begins with, for its first."""
+    run = f.make_run(store, prompts=4, samples_per_prompt=1, groups_per_step=1, max_staleness=9)
+    worker = f.register(run)
+    stopped = []
+    for step in (first, first + 1):
+        (claim, other) = run.claim(worker, 2)
+        f.add(run, claim, 2, run.current_version)
+        run.release(claim, "abort")
+        stopped.append(claim.group_number)
+        f.answer(run, other, 2, run.current_version)
+        (resumed,) = run.claim(worker, 1)
+        assert resumed.sample_id == claim.sample_id
+        f.answer(run, resumed, 2, run.current_version)
+        seen: list[Any] = []
+        with run.batch(step, buffer_filter=keep_all(seen), timeout=10):
+            pass
+        told = {g[0].group_index: g[0].metadata.get("start_rollout_id") for g in seen}
+        assert told[claim.group_number] == at + len(stopped) - 1 and told.get(other.group_number) is None
+        run.publish_weights(step=step)
+    f.sound(run)
+
+
 @pytest.mark.parametrize(
     "wrong", [lambda buffer: [[]], lambda buffer: None, lambda buffer: [buffer[0], buffer[0]], lambda buffer: buffer]
 )
@@ -365,8 +467,11 @@ def test_the_all_samples_hook_sees_what_was_filtered_and_aborted(store: Store) -
     for i, stage in enumerate(run.claim_stages(worker, 100, ["reward"])):
         run.score(stage, float(i))
     run.filter_group(run.claim_stages(worker, 1, ["filter"])[0])
-    with pytest.raises(ValueError, match="boom"):
+    with pytest.raises(
+        HookFailed, match=r"all-samples hook .*broken can't be used: it raised ValueError: boom"
+    ) as caught:
         run.batch(2, all_samples=broken, timeout=10)
+    assert isinstance(caught.value.__cause__, ValueError)
     assert f.states(run)[3] == "ready", "given back"
     f.sound(run)
 
@@ -383,7 +488,7 @@ def test_a_hook_that_raised_sees_all_of_its_interval_again(store: Store) -> None
             raise OSError("the disk of the log is full")
 
     for _ in range(2):
-        with pytest.raises(OSError, match="full"):
+        with pytest.raises(HookFailed, match="full"):
             run.batch(0, all_samples=look, timeout=10)
     for step in (0, 1):
         with run.batch(step, all_samples=look, timeout=10):
@@ -403,12 +508,9 @@ def test_hooks_see_forks_as_a_batch_delivers_them(store: Store) -> None:
     run.finish(root, "completed")
     f.answer(run, other)
     seen: list[Any] = []
-
-    def keep(args: Any, rollout_id: int, buffer: list[Any], n: int) -> list[Any]:
-        seen.extend(buffer)
-        return buffer[:n]
-
-    with run.batch(0, buffer_filter=keep, all_samples=lambda args, groups, source: seen.extend(groups)) as batch:
+    with run.batch(
+        0, buffer_filter=keep_all(seen), all_samples=lambda args, groups, source: seen.extend(groups)
+    ) as batch:
         wanted = [[(s.prompt_ids.tolist(), s.response_ids.tolist()) for s in g.samples] for g in batch.groups]
     for groups in (seen[:2], seen[2:]):
         told = [

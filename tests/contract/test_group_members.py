@@ -10,6 +10,7 @@ from samplestore import Store
 from samplestore.run import Run
 from samplestore.types import Claim
 from samplestore.verbs import episodes, fanout
+from samplestore.workers.filters import Filterer
 from samplestore.workers.rewards import RewardSample
 from samplestore.workers.scoring import RewardStage
 
@@ -33,6 +34,25 @@ def fork(run: Run, claim: Claim, number: int, upto: int | None = None) -> Claim:
     return run.transact(lambda tx: fanout.fork(tx, claim, number, f"k{number}", {"n": number}, number, upto, prompt))
 
 
+def test_a_filter_sees_a_fork_with_the_index_of_its_rollout(store: Store) -> None:
+    """Group 0 has the indices 0 and 1 of the run; its forks must not have those of group 1."""
+    run = f.make_run(store, prompts=2, group_filters=["custom"])
+    claims = run.claim(f.register(run), 4)
+    for claim in claims:
+        f.add(run, claim, 5)
+    child = fork(run, claims[1], 0)
+    f.add(run, child, 2, finish_reason="stop")
+    run.transact(lambda tx: episodes.finish(tx, child, "completed", "stop", False, None))
+    run.transact(lambda tx: fanout.end(tx, claims[1], "completed", "stop", False, None))
+    for claim in (claims[0], *claims[2:]):
+        run.finish(claim, "completed")
+    seen: list[list[int]] = []
+    for stage in run.claim_stages(claims[0].owner, 10):
+        filterer = Filterer(run.settings, None)  # type: ignore[arg-type]
+        seen.append([filterer._sample(stage, place)["index"] for place in range(len(stage.members))])
+    assert seen == [[0, 1, 1], [2, 3]]
+
+
 class Words:
     def decode(self, ids: Any) -> str:
         return " ".join(map(str, np.asarray(ids).tolist()))
@@ -47,6 +67,7 @@ def test_members_have_what_came_before_them(store: Store) -> None:
     run.transact(lambda tx: fanout.end(tx, root, "completed", "stop", False, None))
     (rank,) = run.claim_stages(root.owner, 10)
     told = {m.sample_id: (m.prompt_ids.tolist(), m.response_ids.tolist()) for m in rank.members}
+    assert [(m.index, m.root) for m in rank.members] == [(0, 0), (1, 0), (2, 0)]
     prompt, two = [1, 2, 0], f.ids_of(2)
     assert told == {
         root.sample_id: (prompt, f.ids_of(5)),

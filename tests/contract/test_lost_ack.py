@@ -238,7 +238,7 @@ def test_an_engine_update_may_be_ended_twice(store: Store, monkeypatch: pytest.M
 @pytest.mark.parametrize("ended", ["stop", "abort"])
 def test_the_end_of_a_reply_may_be_written_twice(store: Store, monkeypatch: pytest.MonkeyPatch, ended: str) -> None:
     """Its last segment, its request's end and its sample's, as one write: as a worker sends them."""
-    from samplestore.verbs import samples
+    from samplestore.verbs import requests, samples
     from samplestore.writer import Writer
 
     run = f.make_run(store, stages=["a"])
@@ -246,7 +246,7 @@ def test_the_end_of_a_reply_may_be_written_twice(store: Store, monkeypatch: pyte
     run.begin_request(claim, "rid")
     calls: list[tuple[Any, ...]] = [
         (samples.append, claim, 0, f.ids_of(3), f.logprobs_of(3), 0, "stop", "generated", None, "rid"),
-        (samples.end_request, RequestInfo("rid", generated_tokens=3, finish_reason=ended)),
+        (requests.end_request, RequestInfo("rid", generated_tokens=3, finish_reason=ended)),
         (samples.finish, claim, None, "stop", True),
     ]
     if ended == "abort":  # everything was stored before: nothing but the abort itself is to be told

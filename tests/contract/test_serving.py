@@ -153,6 +153,20 @@ GROUP BY p.id ORDER BY count(g.id) > 0, min(abs(coalesce(g.reward_mean, 0.5) - 0
 """
 
 
+@pytest.mark.parametrize(
+    "writes",
+    [
+        "WITH d AS (SELECT 1) DELETE FROM prompt RETURNING id",
+        "WITH d AS (SELECT 1 AS one) UPDATE prompt SET position = 7 WHERE id = (SELECT one FROM d) RETURNING id",
+        "WITH d AS (SELECT 1 AS one) INSERT INTO event (run_id, at, kind) SELECT one, 1, 'x' FROM d RETURNING id",
+    ],
+)
+def test_a_curriculum_that_writes_is_told_so(store: Store, writes: str) -> None:
+    with pytest.raises(InvalidSetting, match="SQL that only reads"):
+        store.run("r", curriculum=writes)
+    assert store.run_names() == []
+
+
 def test_a_curriculum_chooses_the_next_prompts(store: Store) -> None:
     run = filled(store, sizes={"a": 4}, groups_per_step=4, stages=["reward"], curriculum=HALF_SOLVED)
     worker, trainer = f.register(run), f.register(run, "trainer")

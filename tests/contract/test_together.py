@@ -12,7 +12,7 @@ from samplestore import Store
 from samplestore.errors import InvalidSegment, LeaseLost
 from samplestore.run import Run
 from samplestore.types import Claim, RequestInfo
-from samplestore.verbs import samples
+from samplestore.verbs import requests, samples
 from samplestore.verbs.together import Write, perform
 from samplestore.verbs.tx import Contested, Tx
 from samplestore.writer import Writer
@@ -29,7 +29,7 @@ def append(claim: Claim, seq: int, n: int = 3, **more: Any) -> Write:
 
 
 def ended(rid: str, generated: int) -> Write:
-    return Write(samples.end_request, ((RequestInfo(rid, generated_tokens=generated),), {}), 0, 0)
+    return Write(requests.end_request, ((RequestInfo(rid, generated_tokens=generated),), {}), 0, 0)
 
 
 def mixed(claims: list[Claim]) -> list[Write]:
@@ -38,7 +38,7 @@ def mixed(claims: list[Claim]) -> list[Write]:
     for i, claim in enumerate(claims):
         rid = f"r{i}"
         done += [
-            write(samples.begin_request, claim, rid, "engine", 1.0, False),
+            write(requests.begin_request, claim, rid, "engine", 1.0, False),
             append(claim, 0, 3 + i, rid=rid),
             write(samples.append, claim, 1, [7, 8], None, 0, kind="environment"),
             append(
@@ -107,7 +107,7 @@ def test_one_refused_by_the_database_takes_all_back(store: Store) -> None:
     before = f.snapshot(run)
     for verb in (
         lambda c: append(c, 0),
-        lambda c: write(samples.begin_request, c, f"r{c.sample_id}", None, None, False),
+        lambda c: write(requests.begin_request, c, f"r{c.sample_id}", None, None, False),
     ):
         with pytest.raises(Contested):
             run.transact(lambda tx, verb=verb: perform(tx, [verb(claim) for claim in claims]))
@@ -160,7 +160,7 @@ def test_a_commit_of_many_costs_the_statements_of_few(store: Store) -> None:
 
     def of(part: list[Claim]) -> Any:
         def work(tx: Tx) -> None:
-            perform(tx, [write(samples.begin_request, c, f"r{c.sample_id}", None, None, False) for c in part])
+            perform(tx, [write(requests.begin_request, c, f"r{c.sample_id}", None, None, False) for c in part])
             perform(tx, [append(c, 0, rid=f"r{c.sample_id}") for c in part])
             perform(tx, [append(c, 1) for c in part])
 
@@ -177,6 +177,6 @@ def test_a_lock_order_for_samples(postgres_url: str) -> None:
     with samplestore.open(postgres_url) as store:
         run = f.make_run(store, prompts=2)
         claims = run.claim(f.register(run), 4)
-        mixed_verbs = [append(claims[3], 0), write(samples.begin_request, claims[0], "r", None, None, False)]
+        mixed_verbs = [append(claims[3], 0), write(requests.begin_request, claims[0], "r", None, None, False)]
         sent = statements(run, lambda tx: perform(tx, mixed_verbs))
         assert "FOR NO KEY UPDATE" in sent[0] and "ORDER BY sample.id" in sent[0], sent[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from samplestore import Store
-from samplestore.errors import InvalidSetting, LeaseLost, SampleStoreError
+from samplestore.errors import EngineInUse, InvalidSetting, LeaseLost, SampleStoreError
 from samplestore.run import Run
 from samplestore.verbs import weights
 
@@ -129,6 +129,25 @@ def test_an_engine_serves_one_run(store: Store) -> None:
         see(other)
     assert run.transact(lambda tx: weights.forget_engine(tx, URL)) == 1
     assert see(other)["run_id"] == other.id
+
+
+def test_an_engine_is_not_forgotten_under_workers_that_would_take_it_back(store: Store) -> None:
+    """Forgotten, seen by their worker, refused to the other run's, forgotten, ..."""
+    run, other = f.make_run(store), f.make_run(store, "other")
+    see(run)
+    run.register("rollout", "elsewhere", {"engines": ["http://another"], "router": None})
+    user = run.register("rollout", "mine", {"engines": [URL], "router": None})
+    for take in (lambda: see(other), lambda: run.transact(lambda tx: weights.forget_engine(tx, URL))):
+        with pytest.raises(EngineInUse, match="samplestore drain --run r") as caught:
+            take()
+        assert [id for id, _, _ in caught.value.workers] == [user] and caught.value.run == "r"
+    f.silence(run, user)  # killed
+    assert run.transact(lambda tx: weights.forget_engine(tx, URL)) == 1
+    see(other)
+    behind_router = other.register("rollout", "routed", {"engines": [], "router": "http://router"})
+    with pytest.raises(EngineInUse, match=f"{behind_router} \\(pid"):
+        other.transact(lambda tx: weights.forget_engine(tx, URL))
+    assert other.transact(lambda tx: weights.forget_engine(tx, URL, anyway=True)) == 1
 
 
 def test_a_label_of_nobody_is_an_unknown_version(store: Store) -> None:

@@ -207,11 +207,33 @@ def curriculum_fails(store: Store) -> Made:
     return f.make_run(store, admit=False, curriculum=broken), {}
 
 
+def left_behind(store: Store) -> Made:
+    run = f.make_run(store)
+    f.register(run)
+    engine(run)
+    run.publish_weights(path=None)
+    return run, {}
+
+
+def failing_samples(store: Store) -> Made:
+    run = f.make_run(store)
+    for claim in run.claim(f.register(run), 3):
+        run.fail(claim, f"KeyError of {claim.sample_id}")
+    return run, {}
+
+
+def failing_stages(store: Store) -> Made:
+    run, worker = finished(store, prompts=1, group_filters=["custom"])
+    (claim,) = run.claim_stages(worker, 9)
+    run.fail_stage(claim, "ZeroDivisionError in the filter")
+    return run, {}
+
+
 CAUSES: list[Callable[[Store], Made]] = [
     failed_engines, run_not_running, no_prompts, no_workers, silent_workers, worker_error, strange_engines, too_stale,
     window_held, unknown_version, regenerated, unscored, in_flight, waiting, backing_off, leased, prompts_used_up,
     window_too_small, nothing_admitted, dropped, expired, step_over, in_flight_limit,
-    unfiltered, evaluating, curriculum_fails,
+    unfiltered, evaluating, curriculum_fails, left_behind, failing_samples, failing_stages,
 ]  # fmt: skip
 
 
@@ -238,6 +260,64 @@ def test_every_code_has_a_test() -> None:
     source = Path(samplestore.queries.why.__file__).read_text()
     codes = set(re.findall(r'yield\s*\(?\s*"(\w+)"', source))
     assert codes == {cause.__name__ for cause in CAUSES}
+
+
+def reason(run: Run, code: str) -> str:
+    return dict(run.why().reasons)[code]
+
+
+def test_engines_that_nobody_brings_to_the_weights_are_named_with_what_to_type(store: Store) -> None:
+    run, _ = left_behind(store)
+    said = reason(run, "left_behind")
+    label = run.weight_versions()[-1].label
+    assert "1 of 1 engines do not serve the run's version 1 (http://e serves 0)" in said
+    assert said.endswith(f"samplestore engines update --path MODEL --label {label}")
+    engine(run, label=label)  # the trainer has loaded them
+    assert "left_behind" not in dict(run.why().reasons)
+    run.publish_weights(path="/w/2")  # workers will load these
+    assert "left_behind" not in dict(run.why().reasons)
+
+
+def test_an_update_under_way_is_no_treadmill(store: Store) -> None:
+    run = f.make_run(store)
+    worker = f.register(run)
+    engine(run)
+    run.publish_weights(path="/w/1")
+    assert run.transact(lambda tx: weights.claim_engine(tx, worker, "http://e")) is not None
+    run.publish_weights(path=None)
+    assert "left_behind" not in dict(run.why().reasons)
+
+
+def test_the_newest_error_is_told_bounded_and_harmless(store: Store) -> None:
+    run = f.make_run(store, max_attempts=9)
+    worker = f.register(run)
+    first, second = run.claim(worker, 2)
+    run.fail(first, "an older error")
+    run.fail(second, "Traceback:\n  of postgresql://u:secret@h/d \x1b[31m" + "x" * 9000 + "\nKeyError: 'label'")
+    said = reason(run, "failing_samples")
+    assert f"failed 2 times since the last batch; the newest, sample {second.sample_id}: Traceback: of" in said
+    assert said.endswith("[shortened]") or said.endswith("KeyError: 'label'")
+    assert len(said) < 600 and "secret" not in said and "\x1b" not in said and "\n" not in said
+    with pytest.raises(BatchTimeout, match="the newest, sample"):
+        run.batch(step=1, timeout=0)
+
+
+def test_failures_before_the_last_batch_are_old_news(store: Store) -> None:
+    run = f.make_run(store, prompts=2)
+    worker = f.register(run)
+    claim, *others = run.claim(worker, 9)
+    run.fail(claim, "once", backoff_s=0.0)
+    for other in [*others, *run.claim(worker, 9)]:
+        f.answer(run, other)
+    f.execute(run, "UPDATE event SET at = at - 10 WHERE kind = 'fail'")
+    assert f.lease(run, f.register(run, "trainer"), 0) is not None
+    assert "failing_samples" not in dict(run.why().reasons)
+
+
+def test_dropped_groups_are_told_with_their_reasons(store: Store) -> None:
+    run = f.make_run(store)
+    run.drop([f.group_id(run, 0), f.group_id(run, 1)], "unwanted")
+    assert reason(run, "dropped") == "2 groups were dropped so far; the last ones for: unwanted (2)"
 
 
 def test_a_batch_that_is_there_needs_no_reason(store: Store) -> None:

@@ -79,6 +79,8 @@ EXAMPLES: list[Any] = [
     errors.InvalidTransition("group", 4, "leased", "drop", "open, ready"),
     errors.NotInRun("groups", [1, 2]),
     errors.UnknownVersion("x", 9),
+    errors.EngineInUse("http://h:1", "x", []),
+    errors.EngineInUse("http://h:1", "x", [(3, "h", 77)]),
     errors.BatchTimeout(30.0, Why(8, 2, [("no_workers", "no rollout worker is connected")])),
     errors.AbortTimeout(10.0, [4, 5]),
     errors.WorkerFailed(3, "worker-0", "boom"),
@@ -134,13 +136,23 @@ def test_every_error_class_is_covered() -> None:
     assert {c for c in own if c is not errors.SampleStoreError} <= {type(e) for e in EXAMPLES}
 
 
+def test_every_error_class_is_in_the_reference() -> None:
+    """Also those that a module defines beside its work: docs/generate.py lists these modules."""
+    root = Path(errors.__file__).parents[1]
+    files = [path for part in ("samplestore", "workers") for path in sorted((root / part).rglob("*.py"))]
+    kinds = r"SampleStoreError|TokenizerError"
+    found = {
+        name for path in files for name in re.findall(rf"^class (\w+)\((?:{kinds})\)", path.read_text(), re.MULTILINE)
+    }
+    told = set(re.findall(r"`samplestore\.[\w.]*?(\w+)`", page("docs/reference/errors.md").text))
+    assert "FilterSpecError" in found and found <= told, found - told
+
+
 def test_no_heading_is_made_up() -> None:
     sources = [str(error) for error in EXAMPLES]
     sources += [
         deaths.given_up_text(5, 7),
         "no engines to drive. Say --router http://HOST:PORT or --engine http://HOST:PORT",
-        "engine http://h:1 belongs to run 'x'; an engine serves one run's weights. "
-        "Give it back with: samplestore engines forget http://h:1",
         "/weights/1 is no complete checkpoint: it has no *.safetensors. An engine that loads it may die",
     ]
     for heading in HEADINGS:

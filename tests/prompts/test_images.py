@@ -13,6 +13,7 @@ from samplestore.errors import NotInRun
 from samplestore.images import MAX_IMAGE_BYTES, MAX_IMAGES
 from samplestore.prompts import InvalidPrompts, prepare_all
 from samplestore.retention import remove
+from samplestore.rowvalues import BadValue, check_messages
 from samplestore.run import Run
 from tests.support import factory as f
 
@@ -71,6 +72,8 @@ def test_the_key_of_a_prompt_counts_its_images() -> None:
     ("images", "told"),
     [
         (["nowhere.png"], "images[0]"),
+        (["https://host/a.png"], "is a URL, and nothing is fetched: give the path"),
+        ([{"path": "https://host/a.png"}], "is a URL"),
         ([PNG, b"GIF9 is none"], "images[1]"),
         ([b""], "is empty"),
         (["data:image/png,plain"], "not base64"),
@@ -108,3 +111,15 @@ def test_a_whole_run_goes_with_its_images(store: Store) -> None:
     run = made(store, [[PNG]])
     remove(run)
     assert f.rows(store, "SELECT * FROM prompt_image") == []
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "https://host/a.png"}},
+        {"type": "image", "image": "https://host/a.png"}, {"type": "image"},
+    ],
+)  # fmt: skip
+def test_an_image_within_a_message_is_told_where_to_go(part: dict[str, Any]) -> None:
+    with pytest.raises(BadValue, match="URLs are not fetched"):
+        check_messages("prompt", [{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}])

@@ -7,7 +7,7 @@ from typing import Any
 
 from samplestore import Store
 from samplestore.errors import SampleStoreError
-from samplestore.verbs import samples
+from samplestore.verbs import requests, samples
 from samplestore.writer import Writer
 from tests.races.together import DEADLINE_S, Held, threads
 from tests.support import factory as f
@@ -108,7 +108,7 @@ def test_a_request_is_closed_after_the_appends_of_its_commit(store: Store) -> No
     blocker = Held(run, lambda tx: tx.lock_groups([b.group_id]))
     busy = writer.submit(samples.finish, b)
     last = writer.submit(samples.append, a, 0, f.ids_of(3), f.logprobs_of(3), 0, rid="rid")
-    ended = writer.submit(samples.end_request, RequestInfo("rid", generated_tokens=3))
+    ended = writer.submit(requests.end_request, RequestInfo("rid", generated_tokens=3))
     blocker.let_go()
     busy.exception(DEADLINE_S), last.result(DEADLINE_S), ended.result(DEADLINE_S)
     writer.close()

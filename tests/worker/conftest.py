@@ -13,9 +13,10 @@ import pytest
 import samplestore
 from samplestore import Store, codec
 from samplestore.run import Run
-from tests.support import factory
+from tests.support import demo_data, factory
 from tests.support.processes import Process, Processes, wait_until
 from tests.support.scripted_engine import Plan, Script, ScriptedEngine, logprob_at, token_at
+from tests.worker.gates import Gate
 
 PROMPT_TOKENS = 3  # of factory.make_run
 QUICK = {"flush_tokens": 8, "flush_seconds": 0.1}
@@ -138,6 +139,28 @@ def any_bench(db_url: str, processes: Processes, tmp_path: Path) -> Iterator[Ben
     """On SQLite, and on PostgreSQL."""
     with made_bench(db_url, processes, tmp_path) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small tokenizer."""
+    return demo_data.build_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    """In the folder of `bench` and of `functions`."""
+    made = Gate(tmp_path)
+    yield made
+    made.open()
+
+
+@pytest.fixture
+def functions(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The FUNCTIONS of the test's module, rewards or filters of a user, as a file."""
+    path = tmp_path / "functions.py"
+    path.write_text(request.module.FUNCTIONS)
+    return path
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -118,6 +118,6 @@ def test_another_temperature_draws_other_tokens(sqlite_url: str, greedy: bool, r
 
 
 def _begin(tx: Any, claim: Any, rid: str, engine: str | None, temperature: float = 1.0, greedy: bool = False) -> None:
-    from samplestore.verbs import samples
+    from samplestore.verbs import requests
 
-    samples.begin_request(tx, claim, rid, engine, temperature, False, 7, greedy)
+    requests.begin_request(tx, claim, rid, engine, temperature, False, 7, greedy)

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.support import demo_data, factory
+from tests.support import factory
 from tests.support.scripted_engine import Script
 from tests.worker.conftest import Bench
+from tests.worker.gates import AT_THE_GATE, Gate
 
-FUNCTIONS = """
-import os, time
+FUNCTIONS = (
+    AT_THE_GATE
+    + """
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,8 +46,7 @@ def hangs(samples):
 
 def waits(samples):
     (HERE / f"began-{os.getpid()}").touch()
-    while not (HERE / "go").exists():
-        time.sleep(0.02)
+    wait_at_the_gate()
     return True
 
 def dies(samples):
@@ -53,18 +55,7 @@ def dies(samples):
 def says_nothing_useful(samples):
     return "x" * 5000 if samples[0].index == 0 else object()
 """
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_data.build_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def functions(tmp_path: Path) -> Path:
-    path = tmp_path / "hooks.py"
-    path.write_text(FUNCTIONS)
-    return path
+)
 
 
 def make(bench: Bench, **settings: Any) -> None:
@@ -123,7 +114,7 @@ def test_a_filter_that_hangs_is_killed_and_asked_again(bench: Bench, tokenizer: 
 
 
 def test_a_worker_that_is_killed_while_it_filters_loses_nothing(
-    any_bench: Bench, tokenizer: Path, functions: Path
+    any_bench: Bench, tokenizer: Path, functions: Path, gate: Gate
 ) -> None:
     make(any_bench, group_filters=["custom"], heartbeat_ttl_s=1)
     engine = any_bench.engine(Script(tokens=20))
@@ -131,7 +122,7 @@ def test_a_worker_that_is_killed_while_it_filters_loses_nothing(
     first = any_bench.worker(engine, group_filter=f"{functions}:waits", **flags)
     any_bench.wait(lambda: list(functions.parent.glob("began-*")), "it filters")
     first.kill()
-    (functions.parent / "go").touch()
+    gate.open()
     second = any_bench.worker(engine, group_filter=f"{functions}:waits", **flags)
     any_bench.wait(lambda: set(groups(any_bench).values()) == {KEPT}, "another has filtered all of them")
     assert second.terminate(30) == 0, second.log()

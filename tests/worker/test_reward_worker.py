@@ -15,14 +15,17 @@ import numpy as np
 import pytest
 
 from tests.engine.conftest import start_engine
-from tests.support import demo_data, factory
+from tests.support import factory
 from tests.support.models import build_model
 from tests.support.processes import Process
 from tests.support.scripted_engine import Script
 from tests.worker.conftest import Bench
+from tests.worker.gates import AT_THE_GATE, Gate
 
-FUNCTIONS = """
-import os, time
+FUNCTIONS = (
+    AT_THE_GATE
+    + """
+import os
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -32,25 +35,13 @@ def length(sample):
 
 def late(sample):
     (HERE / f"began-{sample.sample_id}-{os.getpid()}").touch()
-    while not (HERE / "go").exists():
-        time.sleep(0.02)
+    wait_at_the_gate()
     return {"verdict": 0.5, "by": "judge"}
 
 async def ranks(args, samples):
     return [args.first if s.index == 0 else 0.0 for s in samples]
 """
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_data.build_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def functions(tmp_path: Path) -> Path:
-    path = tmp_path / "rewards.py"
-    path.write_text(FUNCTIONS)
-    return path
+)
 
 
 def reward_worker(bench: Bench, *flags: str) -> Process:
@@ -63,7 +54,7 @@ def stages(bench: Bench, name: str) -> list[dict[str, Any]]:
     return factory.rows(bench.run, "SELECT * FROM stage WHERE name = :n ORDER BY id", n=name)
 
 
-def test_generation_never_waits_for_a_judge(any_bench: Bench, tokenizer: Path, functions: Path) -> None:
+def test_generation_never_waits_for_a_judge(any_bench: Bench, tokenizer: Path, functions: Path, gate: Gate) -> None:
     """The rollout worker scores its own stage, finishes and leaves; a judge comes later, is killed, and another one
     ends what it began; then the group is ranked, by a function written for slime."""
     any_bench.make_run(
@@ -80,7 +71,7 @@ def test_generation_never_waits_for_a_judge(any_bench: Bench, tokenizer: Path, f
     killed = reward_worker(any_bench, *flags)
     any_bench.wait(lambda: list(functions.parent.glob("began-*")), "the judge has begun")
     killed.kill()
-    (functions.parent / "go").touch()
+    gate.open()
     judge = reward_worker(any_bench, *flags)
     assert judge.wait(60) == 0, judge.log()
     assert [row["reward"] for row in any_bench.samples()] == [20.0 + 5.0 + 100.0, 20.0 + 5.0]
@@ -89,7 +80,7 @@ def test_generation_never_waits_for_a_judge(any_bench: Bench, tokenizer: Path, f
     any_bench.sound()
 
 
-def test_a_stop_gives_back_what_is_begun(bench: Bench, tokenizer: Path, functions: Path) -> None:
+def test_a_stop_gives_back_what_is_begun(bench: Bench, tokenizer: Path, functions: Path, gate: Gate) -> None:
     bench.make_run(samples_per_prompt=1, stages=["judge"], epochs=1)
     worker = factory.register(bench.run)
     factory.answer(bench.run, bench.run.claim(worker, 1)[0])
@@ -103,7 +94,7 @@ def test_a_stop_gives_back_what_is_begun(bench: Bench, tokenizer: Path, function
     bench.sound()
 
 
-def test_one_that_was_away_registers_anew(bench: Bench, tokenizer: Path, functions: Path) -> None:
+def test_one_that_was_away_registers_anew(bench: Bench, tokenizer: Path, functions: Path, gate: Gate) -> None:
     """Suspended until others took it for dead: what it had begun is not stored, and it goes on as a new worker."""
     bench.make_run(samples_per_prompt=1, stages=["judge"], epochs=1, heartbeat_ttl_s=2.0)
     factory.answer(bench.run, bench.run.claim(factory.register(bench.run), 1)[0])
@@ -113,7 +104,7 @@ def test_one_that_was_away_registers_anew(bench: Bench, tokenizer: Path, functio
     judge.signal(signal.SIGSTOP)
     (first,) = factory.rows(bench.run, "SELECT id FROM worker WHERE kind = 'reward'")
     factory.kill(bench.run, first["id"])
-    (functions.parent / "go").touch()
+    gate.open()
     judge.signal(signal.SIGCONT)
     assert judge.wait(60) == 0, judge.log()
     told = factory.rows(bench.run, "SELECT state FROM worker WHERE kind = 'reward' ORDER BY id")

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.support import demo_data, factory
+from tests.support import factory
 from tests.support.scripted_engine import Script
 from tests.worker.conftest import Bench
+from tests.worker.gates import AT_THE_GATE, Gate
 
-FUNCTIONS = """
-import os, time
+FUNCTIONS = (
+    AT_THE_GATE
+    + """
+import os
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -39,22 +42,10 @@ def broken_once(sample):
 
 def waits(sample):
     (HERE / f"began-{sample.sample_id}-{os.getpid()}").touch()
-    while not (HERE / "go").exists():
-        time.sleep(0.02)
+    wait_at_the_gate()
     return 0.25
 """
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_data.build_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture
-def functions(tmp_path: Path) -> Path:
-    path = tmp_path / "rewards.py"
-    path.write_text(FUNCTIONS)
-    return path
+)
 
 
 def start(bench: Bench, tokenizer: Path, functions: Path, name: str, **flags: Any) -> Any:
@@ -128,7 +119,7 @@ def test_exit_when_done_waits_for_the_second_attempt_of_a_verifier(
     assert factory.states(bench.run) == ["ready"]
 
 
-def test_a_crash_between_finish_and_score(any_bench: Bench, tokenizer: Path, functions: Path) -> None:
+def test_a_crash_between_finish_and_score(any_bench: Bench, tokenizer: Path, functions: Path, gate: Gate) -> None:
     """Another worker scores what the dead one held: once, and nothing is generated again."""
     any_bench.make_run(samples_per_prompt=2, stages=["reward"], heartbeat_ttl_s=1)
     first = start(any_bench, tokenizer, functions, "waits", reward_processes=2)
@@ -136,7 +127,7 @@ def test_a_crash_between_finish_and_score(any_bench: Bench, tokenizer: Path, fun
     any_bench.wait(lambda: len(list(began.glob("began-*"))) == 2, "both are being scored")
     assert any_bench.statuses() == ["completed"] * 2 and factory.states(any_bench.run) == ["scoring"]
     first.kill()
-    (began / "go").touch()
+    gate.open()
     second = start(any_bench, tokenizer, functions, "waits")
     any_bench.wait(lambda: factory.states(any_bench.run) == ["ready"], "the group is ready")
     assert second.terminate() == 0, second.log()
@@ -147,7 +138,7 @@ def test_a_crash_between_finish_and_score(any_bench: Bench, tokenizer: Path, fun
     any_bench.sound()
 
 
-def test_sigterm_while_a_verifier_works(bench: Bench, tokenizer: Path, functions: Path) -> None:
+def test_sigterm_while_a_verifier_works(bench: Bench, tokenizer: Path, functions: Path, gate: Gate) -> None:
     """The stage goes back undone: no failure is counted for a shutdown."""
     bench.make_run(samples_per_prompt=1, stages=["reward"])
     worker = start(bench, tokenizer, functions, "waits", drain_timeout_s=0.5)

@@ -1,0 +1,111 @@
+"""What keeps a run from getting on although everybody is at work: engines that nobody brings to the current weights,
+and work that fails again and again. Texts for queries/why.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from samplestore.clock import db_now
+from samplestore.logs import mask
+from samplestore.models import BatchRow, EngineRow, Event, SampleGroup, Timeline, WeightVersionRow, one_of
+from samplestore.states import LIVE_BATCH, GroupState
+
+batch, engine, event, group, timeline, version = (
+    t.__table__ for t in (BatchRow, EngineRow, Event, SampleGroup, Timeline, WeightVersionRow)
+)
+
+SHOWN = 400  # characters of an error
+MOST = 1000  # failures that are counted, and dropped groups whose reasons are
+
+
+def left_behind(connection: sa.Connection, run_row: Any) -> str | None:
+    """Live engines that serve an older version than the run's current one, which has no path to load it from, while
+    nobody drives an update of them: what they write may be too old from its birth, and it would go on without end."""
+    at = connection.execute(
+        sa.select(version.c.label, version.c.path, (db_now() - version.c.created_at).label("age"))
+        .where(version.c.run_id == run_row.id, version.c.version == run_row.current_version)
+    ).one()  # fmt: skip
+    if at.path is not None:
+        return None
+    of_run = (engine.c.run_id == run_row.id) & (engine.c.state == "live")
+    rows = connection.execute(
+        sa.select(engine.c.url, engine.c.version)
+        .where(of_run, engine.c.version.is_not(None), engine.c.version != run_row.current_version)
+        .where(engine.c.owner.is_(None))
+        .order_by(engine.c.version, engine.c.url)
+    ).fetchall()
+    if not rows:
+        return None
+    live = int(connection.execute(sa.select(sa.func.count()).where(of_run)).scalar_one())
+    return (
+        f"{len(rows)} of {live} engines do not serve the run's version {run_row.current_version} "
+        f"({rows[0].url} serves {rows[0].version}), which was published {max(0.0, at.age):.0f} s ago without a path: "
+        "workers bring no engine to it, and groups of older weights fall out of the window without end. Who publishes "
+        f"so has to load the weights himself: samplestore engines update --path MODEL --label {at.label}"
+    )
+
+
+def last_batch_at(connection: sa.Connection, run_row: Any) -> float:
+    """When the batch of the timeline's highest step was leased; when the timeline began, where there is none. States
+    are written out so that uq_batch_step finds it among all batches."""
+    last = (
+        sa.select(batch.c.created_at)
+        .where(batch.c.run_id == run_row.id, batch.c.timeline == run_row.timeline)
+        .where(sa.text(one_of("batch.state", LIVE_BATCH)))
+        .order_by(batch.c.step.desc())
+        .limit(1)
+    )
+    began = sa.select(timeline.c.created_at).where(
+        timeline.c.run_id == run_row.id, timeline.c.number == run_row.timeline
+    )
+    found = connection.execute(last).scalar()
+    return float(connection.execute(began).scalar_one() if found is None else found)
+
+
+def failing(connection: sa.Connection, run_id: int, kind: str, since: float) -> str | None:
+    """How often events of this kind ("fail": an attempt at a sample, "stage_failed": one at a stage) came since the
+    last batch was leased, and the newest error. None where none came."""
+    of_kind = (event.c.run_id == run_id) & (event.c.kind == kind) & (event.c.at >= since)
+    some = sa.select(event.c.id).where(of_kind).limit(MOST).subquery()
+    n = int(connection.execute(sa.select(sa.func.count()).select_from(some)).scalar_one())
+    if n == 0:
+        return None
+    row = connection.execute(
+        sa.select(event.c.sample_id, event.c.group_id, event.c.reason, event.c.details)
+        .where(of_kind)
+        .order_by(event.c.at.desc(), event.c.id.desc())
+        .limit(1)
+    ).one()
+    stage = (row.details or {}).get("stage")
+    what = f"group {row.group_id}" if row.sample_id is None else f"sample {row.sample_id}"
+    times = f"{n:,}{' or more' if n == MOST else ''} time{'' if n == 1 else 's'}"
+    return f"{times} since the last batch; the newest, {what}{f', {stage}' if stage else ''}: {shown(row.reason)}"
+
+
+def drop_reasons(connection: sa.Connection, run_id: int) -> str:
+    """The commonest reasons of the groups that were dropped last, with how many each."""
+    last = (
+        sa.select(group.c.reason)
+        .where(
+            group.c.run_id == run_id, group.c.state == GroupState.DROPPED.value, group.c.evaluation_id.is_(None)
+        )
+        .order_by(group.c.number.desc())
+        .limit(MOST)
+        .subquery()
+    )  # fmt: skip
+    times = sa.func.count()
+    rows = connection.execute(
+        sa.select(last.c.reason, times).group_by(last.c.reason).order_by(times.desc(), last.c.reason).limit(3)
+    )
+    return "; ".join(f"{shown(reason)} ({n})" for reason, n in rows)
+
+
+def shown(text: Any) -> str:
+    """An error for one line of a message: bounded, without passwords or what would act on a terminal. Of a long one
+    begin and end, where a traceback has its exception."""
+    line = " ".join(mask(str(text)).split())
+    if len(line) > SHOWN:
+        line = f"{line[: SHOWN // 3]} ... {line[-2 * SHOWN // 3 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
