@@ -7,6 +7,9 @@ STAMP := $(VENV)/.installed
 TYPES := build/types
 PYTEST := $(BIN)/python -m pytest
 
+# Tests that run side by side; those of a file stay together. Much of their time is waiting for processes.
+JOBS ?= 2
+
 # SGLang releases, separated by commas; "all" are those of workers/sglang/releases.py.
 SGLANG_RELEASES ?= newest,oldest
 
@@ -46,10 +49,10 @@ demo: install
 	$(BIN)/samplestore demo --db demo/rollouts.db
 
 test: install lint
-	$(PYTEST) -m "not slow and not sglang"
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow and not sglang"
 
 test-all: install lint
-	$(PYTEST) -m "not sglang"
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not sglang"
 
 # A failing example is printed with the line that repeats it.
 MODEL_EXAMPLES ?= 10000

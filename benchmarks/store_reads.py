@@ -10,7 +10,7 @@ from store_data import Spent, new_run, timed
 from store_rollouts import GROUP, rollouts
 
 import samplestore
-from samplestore.batches import Batch
+from samplestore.batch import Batch
 from samplestore.engine import parse_url, sqlite_module
 from samplestore.run import Run
 

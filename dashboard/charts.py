@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from samplestore.dashboard import look
 
 MAX_BARS = 12
+MAX_POINTS = 256
 
 
 def staleness(counts: Mapping[str, int], max_staleness: int) -> Any:
@@ -15,20 +17,13 @@ def staleness(counts: Mapping[str, int], max_staleness: int) -> Any:
     import altair as alt
     import pandas as pd
 
-    known = [int(k) for k in counts if k != "unknown"]
-    # Every lag of the window has its place, so that "nothing at 0" can be seen.
-    order = [str(n) for n in sorted({*range(max_staleness + 1), *known})][:MAX_BARS]
     rows = [
-        {
-            "versions behind": lag,
-            "groups": counts.get(lag, 0),
-            "window": "inside the window" if int(lag) <= max_staleness else "too stale",
-        }
-        for lag in order
+        {"versions behind": name, "groups": n, "window": "inside the window" if inside else "too stale"}
+        for name, n, inside in _lags({int(k): n for k, n in counts.items() if k != "unknown"}, max_staleness)
     ]
     if "unknown" in counts:
-        order.append("unknown")
         rows.append({"versions behind": "unknown", "groups": counts["unknown"], "window": "version unknown"})
+    order = [str(row["versions behind"]) for row in rows]
     scale = alt.Scale(
         domain=["inside the window", "too stale", "version unknown"], range=[look.GREEN, look.VERMILLION, look.GREY]
     )
@@ -45,6 +40,21 @@ def staleness(counts: Mapping[str, int], max_staleness: int) -> Any:
     return (bars + _labels(base, "groups", dy=-7)).properties(height=190)
 
 
+def _lags(known: Mapping[int, int], window: int) -> list[tuple[str, int, bool]]:
+    """(name, groups, inside the window) of each bar, at most MAX_BARS + 1. The window may be as wide as a setting can
+    be, and lags too: what has no bar of its own is in the last one of its side of the window."""
+    # Every lag of the window has its place, so that "nothing at 0" can be seen.
+    lags = sorted({*range(min(window + 1, MAX_BARS)), *known})
+    single = len(lags) if len(lags) <= MAX_BARS else MAX_BARS - 1
+    bars = [(str(lag), known.get(lag, 0), lag <= window) for lag in lags[:single]]
+    for inside in (True, False):
+        if rest := [lag for lag in lags[single:] if (lag <= window) is inside]:
+            more = f"–{rest[-1]}" if rest[-1] < lags[-1] else " or more"
+            name = f"{rest[0]}{more if len(rest) > 1 else ''}"
+            bars.append((name, sum(known.get(lag, 0) for lag in rest), inside))
+    return bars
+
+
 def _mixed(rows: list[dict[str, Any]]) -> bool:
     return len({row["window"] for row in rows}) > 1
 
@@ -59,26 +69,86 @@ def _labels(base: Any, field: str, **place: Any) -> Any:
     )
 
 
-def aborts(counts: Mapping[str, int]) -> Any:
-    """Why samples were stopped in the middle, the most frequent first."""
+def rewards(samples: Sequence[Mapping[str, Any]]) -> Any:
+    """A point for each scored sample of a group, labelled with its index; its shape and colour tell the status."""
     import altair as alt
     import pandas as pd
 
-    rows: list[dict[str, Any]] = [
-        {"reason": look.visible(why, 46), "times": n, "kind": why.partition(":")[0]} for why, n in counts.items()
-    ][:MAX_BARS]
+    rows = [{"sample": str(s["index"]), "reward": s["reward"], "status": s["status"]} for s in samples[:MAX_POINTS]]
+    colours = look.STATUS_COLOURS
     base = alt.Chart(pd.DataFrame(rows)).encode(
-        y=alt.Y("reason:N", sort=[r["reason"] for r in rows], title=None, axis=alt.Axis(labelLimit=260, ticks=False)),
-        x=alt.X("times:Q", title=None, axis=alt.Axis(tickMinStep=1, tickCount=4, format=",d")),
+        x=alt.X("sample:N", sort=[r["sample"] for r in rows], title="sample", axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("reward:Q", title="reward", scale=alt.Scale(zero=True, nice=True)),
     )
-    bars = base.mark_bar(cornerRadiusEnd=3).encode(
-        color=alt.Color(
-            "kind:N",
-            legend=None,
-            scale=alt.Scale(
-                domain=["abort", "release", "reap", "fail"], range=[look.ORANGE, look.SKY, look.PURPLE, look.VERMILLION]
-            ),
-        ),
-        tooltip=["reason:N", alt.Tooltip("times:Q", format=",d")],
+    points = base.mark_point(filled=True, size=110, opacity=1).encode(
+        color=alt.Color("status:N", scale=alt.Scale(domain=list(colours), range=list(colours.values())),
+                        legend=None if len({r["status"] for r in rows}) == 1 else alt.Legend(orient="top", title=None)),
+        shape=alt.Shape("status:N", scale=alt.Scale(domain=list(colours),
+                        range=["square", "diamond", "circle", "triangle-up", "cross"]), legend=None),
+        tooltip=["sample:N", alt.Tooltip("reward:Q", format=".4g"), "status:N"],
+    )  # fmt: skip
+    mean = sum(r["reward"] for r in rows) / len(rows)
+    rule = (
+        alt.Chart(pd.DataFrame([{"reward": mean}])).mark_rule(strokeDash=[4, 4], color="#808896").encode(y="reward:Q")
     )
-    return (bars + _labels(base, "times", dx=5, align="left")).properties(height=max(90, 26 * len(rows) + 36))
+    return (rule + points).properties(height=220)
+
+
+def over_time(told: Mapping[str, Any]) -> Any:
+    """Interruptions in equal parts of time, stacked by reason; a line where new weights were published."""
+    import altair as alt
+    import pandas as pd
+
+    totals: dict[str, int] = {}
+    for bar in told["bars"]:
+        totals[bar["why"]] = totals.get(bar["why"], 0) + bar["times"]
+    order = sorted(totals, key=lambda why: (-totals[why], why))
+    rows, top = [], dict[float, int]()
+    for bar in sorted(told["bars"], key=lambda bar: order.index(bar["why"])):
+        low = top.get(bar["at"], 0)
+        top[bar["at"]] = low + bar["times"]
+        rows.append(
+            {
+                "from": _instant(bar["at"]), "to": _instant(bar["at"] + told["width_s"]), "low": low,
+                "high": low + bar["times"], "times": bar["times"], "reason": look.visible(bar["why"], 46),
+            }
+        )  # fmt: skip
+    names = [look.visible(why, 46) for why in order]
+    scale = alt.Scale(domain=[_instant(told["since"]), _instant(told["until"])])
+    # Stacked here: a bar that has two ends in time is not stacked by the chart.
+    drawn = (
+        alt.Chart(pd.DataFrame(rows))
+        .mark_rect(stroke="#80889655", strokeWidth=0.5)
+        .encode(
+            x=alt.X("from:T", scale=scale, title=None, axis=alt.Axis(format="%H:%M", labelAngle=0, tickCount=8)),
+            x2="to:T",
+            y=alt.Y("low:Q", title=None, scale=alt.Scale(domain=[0, max(top.values(), default=1)], nice=True),
+                    axis=alt.Axis(tickMinStep=1, tickCount=4, format=",d")),
+            y2="high:Q",
+            color=alt.Color("reason:N", sort=names, scale=alt.Scale(domain=names, range=list(look.VERSION_COLOURS)),
+                            legend=alt.Legend(orient="bottom", title=None, columns=3, labelLimit=320)),
+            tooltip=["reason:N", alt.Tooltip("times:Q", format=",d"), alt.Tooltip("from:T", format="%H:%M:%S")],
+        )
+    )  # fmt: skip
+    marks = [
+        {"at": _instant(p["at"]), "weights": look.version_name(p["version"]), "step": p["step"]}
+        for p in told["publishes"]
+    ]
+    if not marks:
+        return drawn.properties(height=220)
+    lines = (
+        alt.Chart(pd.DataFrame(marks))
+        .mark_rule(color="#808896", strokeDash=[3, 3], strokeWidth=1.2)
+        .encode(x="at:T", tooltip=["weights:N", "step:Q", alt.Tooltip("at:T", format="%H:%M:%S")])
+    )
+    layers = drawn + lines
+    if len(marks) <= MAX_BARS:
+        layers += lines.mark_text(align="left", dx=3, fontSize=10, color="#808896").encode(
+            text="weights:N", y=alt.value(6), strokeDash=alt.value([0])
+        )
+    return layers.properties(height=220)
+
+
+def _instant(at: float) -> str:
+    """As a chart reads it: without a zone, so that the browser shows UTC as it stands."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]

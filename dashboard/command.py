@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NoReturn
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import typer
 
-from samplestore.errors import DatabaseMissing, MissingExtra, RunNotFound, SampleStoreError, SchemaMismatch
+from samplestore.cli.exits import USAGE, CommandError
+from samplestore.errors import MissingExtra, RunNotFound
 
-EXIT_FAILED, EXIT_DATABASE = 1, 3
+DEMO_STEPS, DEMO_S, DEMO_TTL_S = 14, 3000.0, 1e6  # nobody sends heartbeats, and nobody shall seem dead
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def dashboard(
     db: Annotated[
-        str,
+        str | None,
         typer.Option("--db", envvar="SAMPLESTORE_DATABASE_URL", help="Database: a SQLite file or postgresql://..."),
-    ],
+    ] = None,
     run: Annotated[str | None, typer.Option("--run", help="The run to open first; the newest if left out.")] = None,
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")] = 8501,
     host: Annotated[str, typer.Option("--host", help="Address to listen on. There is no login.")] = "127.0.0.1",
@@ -29,26 +32,69 @@ def dashboard(
         str | None,
         typer.Option("--tokenizer", metavar="FOLDER", help="The model's folder, to show text instead of token ids."),
     ] = None,
+    open_at: Annotated[
+        str | None,
+        typer.Option("--open", metavar="GROUP[/SAMPLE]", help="Print the address of this group or sample."),
+    ] = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Show a made-up run, in a new temporary folder: needs no database, no GPU.")
+    ] = False,
+    allow_actions: Annotated[
+        bool,
+        typer.Option("--allow-actions", help="Let pages requeue, abort and drop, with a reason that is recorded."),
+    ] = False,
 ) -> None:
-    """Look at a run in the browser: counts, staleness, aborts, and trajectories token by token. Read-only."""
-    try:
-        if find_spec("streamlit") is None:
-            raise MissingExtra("the dashboard", "dashboard")
-        folder = _tokenizer(tokenizer)
-        name = _check(db, run)
-    except SampleStoreError as error:
-        typer.echo(f"error: {error}", err=True)
-        told = isinstance(error, DatabaseMissing | SchemaMismatch)
-        raise typer.Exit(EXIT_DATABASE if told else EXIT_FAILED) from None
-    typer.echo(f"dashboard: {link(host, port, name)}")
+    """Look at a run in the browser: counts, groups, samples token by token, aborts, workers, batches. Read-only, unless
+    --allow-actions is given."""
+    if find_spec("streamlit") is None:
+        raise MissingExtra("the dashboard", "dashboard")
+    where = _place(open_at)
+    if demo:
+        db, tokenizer = _demo()
+    elif db is None:
+        raise CommandError("no database was named. Try: samplestore dashboard --db FILE_OR_URL, or --demo", USAGE)
+    folder = _tokenizer(tokenizer)
+    name = _check(db, run)
+    typer.echo(f"dashboard: {link(host, port, name, where[0], **where[1])}")
     if host not in LOCAL:
         typer.echo(f"warning: anyone who reaches {host}:{port} can read all prompts and answers", err=True)
-    _become_server(db, host, port, folder)
+        if allow_actions:
+            typer.echo("warning: and can requeue, abort and drop with --allow-actions", err=True)
+    _become_server(db, host, port, folder, allow_actions)
 
 
-def link(host: str, port: int, run: str | None) -> str:
+def link(host: str, port: int, run: str | None, page: str = "", **query: str) -> str:
+    """The address of a page: of the overview if left out."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(host, host)  # noqa: S104 - only compared
-    return f"http://{shown}:{port}/" + (f"?run={quote(run, safe='')}" if run else "")
+    asked = {**({"run": run} if run else {}), **query}
+    return f"http://{shown}:{port}/{page}" + (f"?{urlencode(asked, quote_via=quote)}" if asked else "")
+
+
+PLACE = re.compile(r"(\d{1,15})(?:/(\d{1,9}(?:/\d{1,9})?))?")
+
+
+def _place(named: str | None) -> tuple[str, dict[str, str]]:
+    """(page, query) of GROUP, GROUP/SAMPLE or GROUP/SAMPLE/INCARNATION."""
+    if named is None:
+        return "", {}
+    found = PLACE.fullmatch(named)
+    if found is None:
+        raise CommandError(f"{named!r} names no group or sample. Try: samplestore dashboard --open 12/3", USAGE)
+    return ("group", {"group": found[1]}) if found[2] is None else ("trajectory", {"sample": named})
+
+
+def _demo() -> tuple[str, str]:
+    """(database, tokenizer folder) of a new demo run. It takes some seconds."""
+    from samplestore import migrations
+    from samplestore.dashboard import demo_data
+    from samplestore.engine import Database
+
+    folder = Path(tempfile.mkdtemp(prefix="samplestore-demo-"))
+    url = f"sqlite:///{folder / 'demo.db'}"
+    typer.echo(f"demo: writing a made-up run into {folder}; delete the folder when you are done")
+    migrations.upgrade(Database(url))
+    demo_data.build(url, folder / "tokenizer", heartbeat_ttl_s=DEMO_TTL_S, steps=DEMO_STEPS, lasted_s=DEMO_S)
+    return url, str(folder / "tokenizer")
 
 
 def _tokenizer(folder: str | None) -> str | None:
@@ -64,29 +110,23 @@ def _tokenizer(folder: str | None) -> str | None:
 
 def _check(db: str, run: str | None) -> str | None:
     """The run to open, or None where the database has none yet. Raises DatabaseMissing, SchemaMismatch, RunNotFound,
-    SampleStoreError for a database that can't be reached."""
-    from sqlalchemy.exc import DBAPIError
-
+    SQLAlchemy's errors."""
     from samplestore.dashboard.readonly import open_read_only
 
+    store = open_read_only(db)
     try:
-        store = open_read_only(db)
-        try:
-            return store.existing_run(run).name
-        except RunNotFound as error:
-            if error.known or run is not None:
-                raise
-            return None
-        finally:
-            store.database.reader.dispose()
-    except DBAPIError as error:
-        told = str(error.orig).strip().splitlines() or [type(error.orig).__name__]
-        raise SampleStoreError(f"the database can't be read: {told[0]}. Check --db") from error
+        return store.existing_run(run).name
+    except RunNotFound as error:
+        if error.known or run is not None:
+            raise
+        return None
+    finally:
+        store.database.reader.dispose()
 
 
-def _become_server(db: str, host: str, port: int, tokenizer: str | None) -> NoReturn:
+def _become_server(db: str, host: str, port: int, tokenizer: str | None, allow_actions: bool) -> NoReturn:
     """Replace this process, so that signals reach the server itself. Flags go before any config file of the user's."""
-    from samplestore.dashboard.readonly import ENV_DATABASE, ENV_TOKENIZER
+    from samplestore.dashboard.readonly import ENV_ACTIONS, ENV_DATABASE, ENV_TOKENIZER
 
     flags = {
         "server.address": host,
@@ -102,7 +142,10 @@ def _become_server(db: str, host: str, port: int, tokenizer: str | None) -> NoRe
     }
     # The database by environment only: its URL may hold a password, and everyone can read a process's arguments.
     environment = {**os.environ, ENV_DATABASE: db, "PYTHONUNBUFFERED": "1"}
-    environment.pop(ENV_TOKENIZER, None)
+    for name in (ENV_TOKENIZER, ENV_ACTIONS):
+        environment.pop(name, None)
+    if allow_actions:
+        environment[ENV_ACTIONS] = "1"
     if tokenizer is not None:
         environment[ENV_TOKENIZER] = tokenizer
     app = Path(__file__).with_name("app.py")

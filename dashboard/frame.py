@@ -1,18 +1,21 @@
-"""What every page has in common: the run that is open, the refresh choice, and errors as pages."""
+"""What every page has in common: the run that is open, its heading, the refresh choice, and errors as pages."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import streamlit as st
 
-from samplestore.dashboard import look, source
+from samplestore.dashboard import look, parts, source
 from samplestore.dashboard.style import CSS
 from samplestore.run import Run
 
 INTERVALS = {"2 s": 2.0, "5 s": 5.0, "15 s": 15.0, "60 s": 60.0, "Paused": None}
-OVERVIEW_PAGE, TRAJECTORY_PAGE = "page_overview.py", "page_trajectory.py"
+OF_RUN = ("sample", "at", "group", "after", "a", "b", "batch", "find")  # of the address: they belong to one run
+EMPTY = {"a": "–", "b": "–", "find": ""}  # those that a widget holds, and what it holds when nothing was chosen
+SPANS = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21_600.0, "24 h": 86_400.0}
 
 
 def begin() -> None:
@@ -46,12 +49,24 @@ def open_run() -> Run:
         chosen = st.sidebar.selectbox("Run", listed, index=listed.index(of.name) if of.name in listed else 0)
         if chosen != of.name:
             st.query_params["run"] = chosen
-            for gone in ("sample", "at"):  # they belong to the other run
-                st.query_params.pop(gone, None)
+            forget(*OF_RUN)
             st.rerun()
     elif asked != of.name:
         st.query_params["run"] = of.name
     return of
+
+
+def forget(*names: str) -> None:
+    """Take these out of the address. What a widget holds can only be changed through its state."""
+    for name in names:
+        if name in EMPTY and name in st.session_state:
+            st.session_state[name] = EMPTY[name]
+        else:
+            st.query_params.pop(name, None)
+
+
+def head(of: Run, title: str, note: str) -> str:
+    return parts.heading(title, f"run {look.line(of.name, 200)} · {look.line(of.database.shown_url, 300)} · {note}")
 
 
 def refresh_choice() -> float | None:
@@ -61,3 +76,49 @@ def refresh_choice() -> float | None:
         label_visibility="collapsed", help="How often the numbers are read again. A trajectory never moves by itself.",
     )  # fmt: skip
     return INTERVALS.get(chosen or "5 s", 5.0)
+
+
+def span_choice() -> float:
+    """How far back a page looks, in seconds. Kept in the address."""
+    chosen: Any = st.segmented_control(
+        "Time", list(SPANS), default="1 h", key="span", bind="query-params", required=True,
+        label_visibility="collapsed",
+    )  # fmt: skip
+    return SPANS.get(chosen or "1 h", 3600.0)
+
+
+def every(seconds: float | None) -> str:
+    return "paused" if seconds is None else f"every {seconds:g} s"
+
+
+def live(of: Run, seconds: float | None, page: str, ask: Callable[[], Any], draw: Callable[[Any], None]) -> None:
+    """Ask and draw, again every few seconds; the rest of the page, and the reader's place in it, stays. While the
+    database can't be read the last answer is shown, with its age."""
+
+    def again() -> None:
+        kept = f"last_{page}"
+        try:
+            data = ask()
+            st.session_state[kept] = (of.name, time.time(), data)
+        except source.EXPECTED as error:
+            problem = source.problem_of(error)
+            before = st.session_state.get(kept)
+            show_problem(problem)
+            if problem.kind not in ("locked", "unreachable") or before is None or before[0] != of.name:
+                return
+            data = before[2]
+            st.html(f'<div class="ss warn">▲ These numbers are {look.age(time.time() - before[1])} old.</div>')
+        draw(data)
+
+    st.fragment(run_every=seconds)(again)()
+
+
+def in_address(name: str, low: int = 0) -> int | None:
+    """A whole number from the address, or None: whoever wrote it may have written anything."""
+    text = str(st.query_params.get(name, ""))
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 and int(text) >= low else None
+
+
+def nothing(text: str) -> None:
+    """An empty state, with what to do. `text` is escaped here."""
+    st.html(f'<div class="ss"><div class="ss-empty">{look.esc(text)}</div></div>')

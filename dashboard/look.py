@@ -72,6 +72,17 @@ def count(n: float) -> str:
     return f"{n:,.0f}"
 
 
+def size(n: float | None) -> str:
+    """Bytes for people."""
+    if n is None:
+        return "–"
+    for unit in ("B", "kB", "MB"):
+        if abs(n) < 1000:
+            return f"{n:,.0f} {unit}" if unit == "B" else f"{n:,.1f} {unit}"
+        n /= 1000
+    return f"{n:,.1f} GB"
+
+
 def clock(at: float | None) -> str:
     """HH:MM:SS in UTC: the reader's zone is not known on the server, and a mixed one would mislead."""
     return "–" if at is None else datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S")

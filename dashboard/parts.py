@@ -1,7 +1,9 @@
-"""Pieces of the overview as HTML. Pure functions: data in, escaped text out."""
+"""Pieces of pages as HTML. Pure functions: data in, escaped text out."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
@@ -10,6 +12,7 @@ from samplestore.dashboard import look
 from samplestore.dashboard.look import age, count, esc, line
 
 LATE = 0.5  # of a worker's time to live: its heartbeat should have come twice by then
+
 ICONS = {"ok": "●", "warn": "▲", "bad": "■"}
 
 
@@ -18,113 +21,31 @@ def link(page: str, text: str, **query: object) -> str:
     return f'<a href="{esc(page)}?{esc(urlencode(told))}" target="_self">{esc(text)}</a>'
 
 
-def header(data: Any, *, as_of: str) -> str:
-    s = data.status
-    pill = {"running": "ok", "paused": "warn", "draining": "warn"}.get(s["state"], "warn")
-    size = "" if data.size_bytes is None else f" ({data.size_bytes / 1e6:.1f} MB)"
-    branch = f" · timeline {s['timeline']}" if s["timeline"] else ""
-    return (
-        '<div class="ss"><div class="ss-head">'
-        f'<span class="name">{line(s["run"], 200)}</span><span class="ss-pill {pill}">{esc(s["state"])}</span>'
-        f'<span class="w">weights {look.version_key(s["current_version"])}</span>'
-        f'<span class="meta">{line(data.database, 300)}{size} · schema {esc(data.revision)}{branch} · '
-        f"epoch {s['epoch']} · {as_of}</span></div></div>"
-    )
+def heading(title: str, meta: str) -> str:
+    """The head of a page. title is escaped here, meta is HTML already."""
+    named = f'<span class="name">{line(title, 200)}</span><span class="meta">{meta}</span>'
+    return f'<div class="ss"><div class="ss-head">{named}</div></div>'
 
 
-def health(data: Any) -> tuple[str, list[str]]:
-    """("ok" | "warn" | "bad", what there is to say): alarms first, then what merely waits."""
-    s = data.status
-    live = [w for w in s["workers"] if w["state"] == "live"]
-    rollout = [w for w in live if w["kind"] == "rollout"]
-    silent = [w for w in live if w["heartbeat_age_s"] > w["ttl_s"]]
-    failed = [e for e in s["engines"] if e["state"] == "failed"]
-    behind = [e for e in s["engines"] if e["state"] == "live" and e["version"] != s["current_version"]]
-    bad = []
-    if not rollout:
-        bad.append("no rollout worker is connected")
-    if silent:
-        bad.append(f"{len(silent)} of {len(live)} workers stopped sending heartbeats")
-    if failed:
-        bad.append(f"{len(failed)} of {len(s['engines'])} engines failed their last weight update")
-    warn = [] if s["state"] == "running" else [f"the run is {s['state']}"]
-    if behind:
-        warn.append(f"{len(behind)} of {len(s['engines'])} engines do not serve v{s['current_version']} yet")
-    lost = sum(s["groups"][state] for state in ("dropped", "stale"))
-    settled = lost + s["groups"]["consumed"]
-    if settled >= 10 and lost * 4 > settled:
-        warn.append(f"{lost} of {settled} settled groups were thrown away")
-    warn.extend(s["starving"])
-    return ("bad" if bad else "warn" if warn else "ok"), [*bad, *warn]
+ONE_STOP = "one stop can be two: the abort that a worker stored, and the release"
 
 
-def verdict(data: Any) -> str:
-    level, told = health(data)
-    title = {"ok": "Healthy", "warn": "Look here", "bad": "Needs attention"}[level]
-    w = data.why
-    ready = w["ready_in_window"] >= w["needed"]
-    batch = (
-        f"a batch can be taken: {w['ready_in_window']} groups are ready inside the window, a step takes {w['needed']}"
-        if ready
-        else f"no batch yet: {w['ready_in_window']} of {w['needed']} groups are ready inside the window"
-    )
-    text = "; ".join([*told, batch])
-    return (
-        f'<div class="ss"><div class="ss-verdict {level}">{ICONS[level]} <b>{title}</b> '
-        f"<span>– {line(text, 600)}.</span></div></div>"
-    )
+def section(title: str, note: str, body: str) -> str:
+    """A titled piece of a page; all but the title is HTML already."""
+    return f'<div class="ss"><div class="ss-title">{esc(title)}<span class="dim">{note}</span></div>{body}</div>'
 
 
-def advice(data: Any) -> str:
-    """Why is no batch ready? Empty when one is."""
-    w = data.why
-    if w["ready_in_window"] >= w["needed"]:
-        return ""
-    items = "".join(f"<li>{line(r['text'], 400)}</li>" for r in w["reasons"]) or "<li>nothing stands in the way</li>"
-    return (
-        '<div class="ss"><div class="ss-title">Why is no batch ready?</div>'
-        f'<ul style="margin:.2rem 0 0;padding-left:1.2rem">{items}</ul></div>'
-    )
+def empty(text: str) -> str:
+    return f'<div class="ss-empty">{esc(text)}</div>'
 
 
-def cards(data: Any) -> str:
-    s, w = data.status, data.why
-    live = [x for x in s["workers"] if x["state"] == "live"]
-    silent = sum(x["heartbeat_age_s"] > x["ttl_s"] for x in live)
-    rollout = sum(x["kind"] == "rollout" for x in live)
-    engines, at = s["engines"], s["current_version"]
-    current = sum(e["version"] == at and e["state"] == "live" for e in engines)
-    served = f"all serve v{at}" if current == len(engines) else f"{len(engines) - current} not on v{at}"
-    last = s["batches"]["last"]
-    made = [
-        (
-            "Workers", f"{len(live)} <small>live</small>",
-            f"{silent} silent" if silent else f"{rollout} generate" if rollout else "none generates",
-            "bad" if silent or not rollout else "ok",
-        ),
-        (
-            "Engines", f"{current} <small>of {len(engines)}</small>" if engines else "–",
-            served if engines else "none registered",
-            "" if not engines else "ok" if current == len(engines) else "warn",
-        ),
-        (
-            "In flight", f"{count(s['in_flight'])} <small>samples</small>",
-            f"{count(s['resumed_samples'])} resumed so far", "",
-        ),
-        (
-            "Ready in window", f"{count(w['ready_in_window'])} <small>groups</small>",
-            f"a step takes {count(w['needed'])}",
-            "ok" if w["ready_in_window"] >= w["needed"] else "",
-        ),
-        (
-            "Trained on", f"{count(s['groups']['consumed'])} <small>groups</small>",
-            "no batch yet" if last is None else f"last: step {last['step']} ({last['state']})", "",
-        ),
-    ]  # fmt: skip
-    return '<div class="ss"><div class="ss-cards">' + "".join(_card(*c) for c in made) + "</div></div>"
+def facts(pairs: Sequence[tuple[str, str]]) -> str:
+    """Names and values in a row; values are HTML already."""
+    made = "".join(f'<span><span class="dim">{esc(k)}</span> <b>{v}</b></span>' for k, v in pairs)
+    return f'<div class="ss"><div class="ss-legend ss-facts">{made}</div></div>'
 
 
-def _card(name: str, value: str, below: str, level: str) -> str:
+def card(name: str, value: str, below: str, level: str) -> str:
     icon = f"{ICONS[level]} " if level else ""
     return (
         f'<div class="ss-card"><div class="k">{esc(name)}</div><div class="v">{value}</div>'
@@ -160,51 +81,6 @@ def bar(
     )
 
 
-def states(data: Any) -> str:
-    """Samples by status and groups by state: two bars, each with its total."""
-    s = data.status
-    held = f"{count(s['in_flight'])} of them in flight, {count(s['resumed_samples'])} resumed after an abort"
-    both = (
-        ("Samples by status", s["samples"], look.STATUS_COLOURS, f"{count(sum(s['samples'].values()))} in all, {held}"),
-        ("Groups by state", s["groups"], look.GROUP_COLOURS, f"{count(sum(s['groups'].values()))} in all"),
-    )
-    made = "".join(
-        f'<div><div class="ss-title">{title}<span class="dim">{note}</span></div>'
-        f"{bar(counts, colours, hatched=look.WASTED if colours is look.GROUP_COLOURS else (), names=title)}</div>"
-        for title, counts, colours, note in both
-    )
-    return f'<div class="ss"><div class="ss-two">{made}</div></div>'
-
-
-def token_ledger(data: Any) -> str:
-    """Every generated token, by what became of it. The parts add up to the total, or the page says that they don't."""
-    book = data.ledger
-    by_fate = {fate: book["by_fate"].get(fate, 0) for fate in look.FATE_COLOURS}
-    by_fate |= {fate: n for fate, n in book["by_fate"].items() if fate not in by_fate}
-    total, wasted = book["generated"], sum(by_fate.get(fate, 0) for fate in look.WASTED)
-    share = f" ({100 * wasted / total:.1f} %)" if total else ""
-    requests = book["requests"]
-    lost = sum(requests["lost_by_reason"].values())
-    notes = [f"{count(book['kept_by_resuming'])} tokens kept by {count(book['resumes'])} resumes"]
-    if lost:
-        why = ", ".join(f"{reason} {count(n)}" for reason, n in requests["lost_by_reason"].items())
-        notes.append(f"{count(lost)} more were lost at the engines ({why})")
-    if requests["unexplained_tokens"]:
-        notes.append(f"{count(requests['unexplained_tokens'])} are unexplained")
-    engines = book["engines"]
-    if engines["generated"] is not None:
-        exact = "about " if engines["inexact"] else ""
-        rest = f"{exact}{engines['unaccounted']:+,} beside what requests of this run were told"
-        notes.append(f"engines counted {count(engines['generated'])} generated, {rest}")
-    wrong = "" if sum(by_fate.values()) == total else '<div class="bad">■ The parts do not add up to the total.</div>'
-    return (
-        f'<div class="ss"><div class="ss-title">Token ledger<span class="dim"><b>{count(total)}</b> tokens generated '
-        f"and stored = {count(total - wasted)} kept + {count(wasted)} wasted{share}, hatched</span></div>"
-        f"{bar(by_fate, look.FATE_COLOURS, hatched=look.WASTED, tall=True, names='Token ledger')}"
-        f'<div class="dim" style="margin-top:.25rem">{line("; ".join(notes), 500)}.</div>{wrong}</div>'
-    )
-
-
 def table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], *, on: int | None = None) -> str:
     """A table of cells that are HTML already. columns: (title, class)."""
     head = "".join(f'<th class="{css}">{esc(title)}</th>' for title, css in columns)
@@ -218,84 +94,99 @@ def table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], *, 
     return f'<div class="ss-scroll"><table class="ss-table">{inner}</table></div>'
 
 
-def _mark(level: str, text: str) -> str:
+def state(name: str) -> str:
+    """A group's state in its colour, and as a word."""
+    return f'<span class="ss-dot" style="background-color:{look.GROUP_COLOURS.get(name, look.GREY)}"></span>{esc(name)}'
+
+
+STATUS_MARKS = {"completed": "✓", "truncated": "✂", "failed": "✗", "aborted": "‖", "pending": "…"}
+
+
+def status(s: Mapping[str, Any]) -> str:
+    """Of a sample's row: its status, or that somebody generates it now, with a sign and a colour."""
+    flying = s["in_flight"] if "in_flight" in s else s["owner"] is not None
+    name = "in flight" if flying else s["status"]
+    colour = look.SKY if flying else look.STATUS_COLOURS.get(name, look.GREY)
+    sign = "▶" if flying else STATUS_MARKS.get(name, "")
+    return f'<span class="ss-dot" style="background-color:{colour}"></span>{sign} {esc(name)}'
+
+
+def stages(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What rewards, filters and teachers said. Their errors and details are untrusted."""
+    if not rows:
+        return empty("No stage has worked on it.")
+    columns = [("stage", "n"), ("status", "n"), ("outcome", "n"), ("value", "r"), ("took", "r"), ("failures", "r"),
+               ("settled (UTC)", "n"), ("evidence", "")]  # fmt: skip
+    return table(columns, [_stage(r) for r in rows])
+
+
+def _stage(r: Mapping[str, Any]) -> list[str]:
+    good = r["outcome"] in (None, "ok")
+    outcome = esc(r["outcome"] or "–") if good else mark("bad", str(r["outcome"]))
+    details = "" if not r["details"] else line(json.dumps(r["details"], ensure_ascii=False, default=str), 2000)
+    error = f'<span class="bad">{line(r["error"], 400)}</span> ' if r["error"] else ""
+    return [
+        line(r["name"], 60), esc(r["status"]), outcome, "–" if r["value"] is None else f"{r['value']:.4g}",
+        "–" if r["elapsed_s"] is None else look.duration(r["elapsed_s"]), count(r["failures"]),
+        look.clock(r["settled_at"]), error + details or "–",
+    ]  # fmt: skip
+
+
+_CONTENT = re.compile(r'"content":\s*"((?:[^"\\]|\\.)*)')
+
+
+def prompt_text(stored: str | None, *, cut: bool = False) -> str:
+    """The words of a prompt that is stored as JSON: a text, or messages. With `cut` the JSON may end anywhere."""
+    if not stored:
+        return ""
+    try:
+        return _words(json.loads(stored))
+    except ValueError:
+        if not cut:
+            return stored
+    pieces = _CONTENT.findall(stored) or [stored.lstrip('[{"')]
+    return " ⏵ ".join(_unescaped(p) for p in pieces)
+
+
+def _words(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list):
+        return " ⏵ ".join(_words(m.get("content") if isinstance(m, dict) else m) for m in prompt)
+    if isinstance(prompt, dict) and "text" in prompt:
+        return _words(prompt["text"])
+    return json.dumps(prompt, ensure_ascii=False)
+
+
+def _unescaped(piece: str) -> str:
+    """A JSON string that ends anywhere, even in an escape."""
+    for drop in range(7):
+        try:
+            return str(json.loads(f'"{piece[: len(piece) - drop]}"'))
+        except ValueError:
+            continue
+    return piece
+
+
+def mark(level: str, text: str) -> str:
     return f'<span class="{level}">{ICONS[level]} {esc(text)}</span>'
 
 
-def workers(data: Any, most: int = 12) -> str:
-    rows = []
-    listed = sorted(data.status["workers"], key=lambda w: w["state"] != "live")
-    for w in listed[:most]:
-        late = w["heartbeat_age_s"]
-        level = "bad" if late > w["ttl_s"] else "warn" if late > LATE * w["ttl_s"] else "ok"
-        beat = (
-            _mark(level, f"{age(late)} ago") if w["state"] == "live" else f'<span class="dim">{esc(w["state"])}</span>'
-        )
-        error = f' <span class="bad">{line(w["error"], 160)}</span>' if w["error"] else ""
-        rows.append([line(w["name"], 60) + error, esc(w["kind"]), beat, count(w["samples"])])
-    note = f"showing {most} of {len(listed)}" if len(listed) > most else ""
-    if not rows:
-        body = '<div class="ss-empty">No worker has connected yet. Start one with: samplestore worker</div>'
-    else:
-        body = table([("worker", ""), ("kind", "n"), ("heartbeat", "n"), ("holds", "r")], rows)
-    return f'<div class="ss"><div class="ss-title">Workers<span class="dim">{note}</span></div>{body}</div>'
+def beat(w: Mapping[str, Any]) -> str:
+    """The age of a live worker's heartbeat, judged by its own time to live."""
+    late = w["heartbeat_age_s"]
+    level = "bad" if late > w["ttl_s"] else "warn" if late > LATE * w["ttl_s"] else "ok"
+    return mark(level, f"{age(late)} ago")
 
 
-def engines(data: Any, most: int = 12) -> str:
-    current, listed, rows = data.status["current_version"], data.status["engines"], []
-    for e in listed[:most]:
-        if e["state"] == "failed":
-            told = _mark("bad", "failed") + f' <span class="dim">{line(e["error"] or "", 160)}</span>'
-        elif e["version"] is None:
-            told = _mark("warn", f"reports {look.visible(str(e['label']), 40)}, unknown to this run")
-        elif e["version"] == current:
-            told = _mark("ok", "current")
-        else:
-            told = _mark("warn", f"current is v{current}")
-        rows.append([line(e["url"], 80), look.version_key(e["version"]), told])
-    note = f"showing {most} of {len(listed)}" if len(listed) > most else ""
-    if not rows:
-        body = '<div class="ss-empty">No engine is registered for this run yet.</div>'
-    else:
-        body = table([("engine", ""), ("serves", "n"), ("", "")], rows)
-    return f'<div class="ss"><div class="ss-title">Engines<span class="dim">{note}</span></div>{body}</div>'
-
-
-def arrays(data: Any) -> str:
-    """What named arrays take; nothing for a run that has none."""
-    sizes = data.status["arrays"]
-    if not sizes:
-        return ""
-    rows = [[line(a["name"], 64), count(a["arrays"]), f"{a['bytes'] / 1e6:,.1f} MB"] for a in sizes]
-    body = table([("array", ""), ("segments", "r"), ("size", "r")], rows)
-    note = "per-token arrays beside segments, in the database and in files"
-    return f'<div class="ss"><div class="ss-title">Named arrays<span class="dim">{note}</span></div>{body}</div>'
-
-
-def recent(data: Any) -> str:
-    rows = []
-    for r in data.recent:
-        name = f"{r['group']}/{r['index']}"
-        state = f"{r['status']}, in flight" if r["in_flight"] else r["status"]
-        spans = r["version_min"] is not None and r["version_max"] != r["version_min"]
-        versions = (
-            look.version_key(r["version_min"]) + (" → " + look.version_key(r["version_max"]) if spans else "")
-            if r["version_min"] is not None
-            else "–"
-        )
-        reward = "–" if r["reward"] is None else f"{r['reward']:.2f}"
-        rows.append(
-            [
-                link("trajectory", name, run=data.status["run"], sample=name), esc(state), versions,
-                count(r["n_tokens"]), count(r["n_resumes"]), reward, esc(r["group_state"]),
-                age(data.status["as_of"] - r["moved_at"]) + " ago",
-            ]
-        )  # fmt: skip
-    title = (
-        '<div class="ss-title">Latest trajectories<span class="dim">group/sample, those that moved last</span></div>'
+def serving(e: Mapping[str, Any]) -> str:
+    """Whether an engine serves its run's current weights."""
+    if e["state"] == "failed":
+        return mark("bad", "failed")
+    if e["version"] is None:
+        return mark("warn", f"reports {look.visible(str(e['label']), 40)}, unknown to this run")
+    return (
+        mark("ok", "current")
+        if e["version"] == e["current_version"]
+        else mark("warn", f"current is v{e['current_version']}")
     )
-    if not rows:
-        return f'<div class="ss">{title}<div class="ss-empty">No sample has tokens yet.</div></div>'
-    columns = [("sample", "n"), ("status", "n"), ("weights", "n"), ("tokens", "r"), ("resumes", "r"), ("reward", "r"),
-               ("group", "n"), ("moved", "n")]  # fmt: skip
-    return f'<div class="ss">{title}{table(columns, rows)}</div>'

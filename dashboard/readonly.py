@@ -9,6 +9,7 @@ from samplestore.store import Store
 
 ENV_DATABASE = "SAMPLESTORE_DATABASE_URL"  # never argv: it may hold a password
 ENV_TOKENIZER = "SAMPLESTORE_DASHBOARD_TOKENIZER"
+ENV_ACTIONS = "SAMPLESTORE_DASHBOARD_ACTIONS"  # 1: pages offer what changes the run
 BUSY_S = 3.0  # a page that waits longer looks broken
 
 

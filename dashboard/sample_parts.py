@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from samplestore.dashboard import look, parts
+from samplestore.dashboard import look, parts, tokenview
 from samplestore.dashboard.look import line
-from samplestore.dashboard.tokenview import BY_LOGPROB
 from samplestore.queries.trajectory import Trajectory
 from samplestore.run import Run
 
@@ -20,6 +19,8 @@ def summary(of: Run, t: Trajectory) -> str:
     versions = "–" if s["version_min"] is None else look.version_key(s["version_min"])
     if s["version_max"] is not None and s["version_max"] != s["version_min"]:
         versions += " → " + look.version_key(s["version_max"])
+    scored = s["n_loss_tokens"] - s["n_without_logprob"]
+    mean = "–" if scored <= 0 else f"{s['logprob_sum'] / scored:.3f}"
     lag = "unknown" if s["staleness"] is None else f"{s['staleness']} behind"
     facts = [
         ("status", look.esc(status) + (f" ({line(s['finish_reason'], 40)})" if s["finish_reason"] else "")),
@@ -29,9 +30,10 @@ def summary(of: Run, t: Trajectory) -> str:
         ("prompt", f"{look.count(t.n_prompt)} tokens"),
         ("response", f"{look.count(t.n_response)} tokens, {look.count(s['n_loss_tokens'])} trained on"),
         ("aborts, resumes", f"{s['n_aborts']}, {s['n_resumes']}"),
-        ("group", f"{t.group['number']}: {look.esc(t.group['state'])}"
+        ("group", f"{parts.link('group', str(t.group['number']), run=of.name, group=t.group['number'])}: "
+                  f"{look.esc(t.group['state'])}"
                   + (f" ({line(t.group['reason'], 60)})" if t.group["reason"] else "")),
-        ("mean log-prob", f"{s['logprob_sum'] / s['n_loss_tokens']:.3f}" if s["n_loss_tokens"] else "–"),
+        ("mean log-prob", mean),
     ]  # fmt: skip
     made = "".join(f'<span><span class="dim">{k}</span> <b>{v}</b></span>' for k, v in facts)
     extra = ""
@@ -62,17 +64,38 @@ def title(of: Run, t: Trajectory) -> str:
     )
 
 
-def legend(t: Trajectory, by: str) -> str:
+def legend(t: Trajectory, by: str, shades: tokenview.Shades | None = None) -> str:
     rest = "the prompt is dim, what is not trained on has a dotted frame; point at a token for its details"
-    if by == BY_LOGPROB:
-        return f'<div class="ss dim">The stronger the colour, the less likely the token was (full at −5); {rest}</div>'
-    versions = sorted({s.version_min for s in t.spans if s.kind == "generated" and s.version_min is not None})
-    keys = " ".join(look.version_key(v) for v in versions[:MAX_BADGES])
-    if len(versions) > MAX_BADGES:
-        keys += f" and {len(versions) - MAX_BADGES} more"
-    if any(s.kind == "generated" and s.version_min is None for s in t.spans):
-        keys += f" {look.version_key(None)}"
-    return f'<div class="ss dim">{keys} &nbsp;{rest}</div>'
+    if by == tokenview.BY_VERSION:
+        versions = sorted({s.version_min for s in t.spans if s.kind == "generated" and s.version_min is not None})
+        keys = " ".join(look.version_key(v) for v in versions[:MAX_BADGES])
+        if len(versions) > MAX_BADGES:
+            keys += f" and {len(versions) - MAX_BADGES} more"
+        if any(s.kind == "generated" and s.version_min is None for s in t.spans):
+            keys += f" {look.version_key(None)}"
+        return f'<div class="ss dim">{keys} &nbsp;{rest}</div>'
+    return f'<div class="ss dim">{_explained(by, shades or tokenview.Shades())}; {rest}</div>'
+
+
+def _explained(by: str, shades: tokenview.Shades) -> str:
+    if by == tokenview.BY_LOGPROB:
+        return "The stronger the colour, the less likely the token was (full at −5)"
+    if by == tokenview.BY_SEGMENT:
+        return "Each segment (neighbouring flushes are one) has its own colour and underline"
+    if by == tokenview.BY_LOSS:
+        return "Green is trained on"
+    if by == tokenview.BY_STALENESS:
+        names = [str(i) for i in range(len(tokenview.LAG_COLOURS) - 1)] + [f"{len(tokenview.LAG_COLOURS) - 1} or more"]
+        dots = " ".join(
+            f'<span class="ss-dot" style="background-color:{c}"></span>{n}'
+            for n, c in zip(names, tokenview.LAG_COLOURS, strict=True)
+        )
+        return f"{dots} versions behind the current weights, as of now"
+    low, high = shades.limits
+    if by == tokenview.BY_DIFFERENCE:
+        told = "Blue: the trainer finds the token more likely than the rollout did; orange: less (full at 1 nat)"
+        return f"{told}; here from {low:+.3f} to {high:+.3f}"
+    return f"{line(by, 64)}, from {low:.4g} to {high:.4g} in this window: the higher, the stronger"
 
 
 def segments(t: Trajectory) -> str:
@@ -95,6 +118,35 @@ def segments(t: Trajectory) -> str:
                ("ended by", "n"), ("stored (UTC)", "n")]  # fmt: skip
     body = parts.table(columns, rows) if rows else '<div class="ss-empty">No segment is stored.</div>'
     return f'<div class="ss"><div class="ss-title">Segments<span class="dim">{note}</span></div>{body}</div>'
+
+
+def requests(rows: list[dict[str, Any]]) -> str:
+    """Engine calls of this life of the sample."""
+    columns: list[Any] = [
+        ("engine", "n"), ("prompt", "r"), ("cached", "r"), ("generated", "r"), ("stored", "r"), ("lost", "r"),
+        ("carried over", "r"), ("temperature", "r"), ("queued", "r"), ("took", "r"), ("ended by", "n"),
+        ("started (UTC)", "n"),
+    ]  # fmt: skip
+
+    def number(value: Any) -> str:
+        return "–" if value is None else look.count(value)
+
+    def seconds(value: Any) -> str:
+        return "–" if value is None else look.duration(value)
+
+    made = [
+        [
+            line(r["engine"] or "–", 60), number(r["prompt_tokens"]), number(r["cached_tokens"]),
+            number(r["generated_tokens"]), number(r["stored_tokens"]),
+            number(r["lost_tokens"]) + (f" ({line(r['lost_reason'], 40)})" if r["lost_reason"] else ""),
+            number(r["resumed_tokens"]), "–" if r["temperature"] is None else f"{r['temperature']:.3g}",
+            seconds(r["queue_s"]), seconds(r["e2e_s"]), line(r["finish_reason"] or "–", 40),
+            look.clock(r["started_at"]),
+        ]
+        for r in rows
+    ]  # fmt: skip
+    body = parts.table(columns, made) if made else '<div class="ss-empty">No call to an engine is recorded.</div>'
+    return parts.section("Engine calls", "generated = stored + lost; carried over: tokens that a resume kept", body)
 
 
 def events(t: Trajectory) -> str:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import sqlalchemy as sa
 import streamlit as st
 
-from samplestore import migrations
 from samplestore.dashboard.readonly import ENV_DATABASE, ENV_TOKENIZER, open_read_only
 from samplestore.errors import DatabaseMissing, MissingExtra, RunNotFound, SampleStoreError, SchemaMismatch
-from samplestore.queries import browse, ledger, status, trajectory, why
+from samplestore.queries import (
+    abort_list,
+    aborts,
+    batch_list,
+    data_page,
+    fleet,
+    group_list,
+    sample_page,
+    trajectory,
+)
+from samplestore.queries import (
+    group_page as group_queries,
+)
 from samplestore.run import Run
 from samplestore.store import Store
 from samplestore.tokenizers import Tokenizer, TokenizerError, load_tokenizer
@@ -29,20 +42,6 @@ class Problem(Exception):
         super().__init__(f"{title}. {text}")
 
 
-@dataclass(frozen=True, slots=True)
-class Overview:
-    """Everything on the first page. `status`, `ledger`: see samplestore.queries; `why` as JSON."""
-
-    database: str
-    size_bytes: int | None
-    revision: str | None
-    settings: dict[str, Any]
-    status: dict[str, Any]
-    ledger: dict[str, Any]
-    why: dict[str, Any]
-    recent: list[dict[str, Any]]
-
-
 def database_url() -> str:
     url = os.environ.get(ENV_DATABASE, "")
     if not url:
@@ -51,15 +50,16 @@ def database_url() -> str:
 
 
 @st.cache_resource(max_entries=4, show_spinner=False)
-def _store(url: str) -> Store:
+def opened(url: str) -> Store:
+    """The read-only store of a database, opened once."""
     return open_read_only(url)
 
 
 def store() -> Store:
     """This database's store. Checked again each time: a file may have been removed or migrated under a running page."""
-    found = _store(database_url())
+    found = opened(database_url())
     if not found.database.exists():
-        _store.clear()
+        opened.clear()
         raise DatabaseMissing(found.database.shown_url)
     return found
 
@@ -69,38 +69,122 @@ def run(name: str | None) -> Run:
     return store().existing_run(name)
 
 
-@st.cache_data(ttl=FRESH_S, max_entries=32, show_spinner=False)
-def _overview(url: str, run_name: str) -> Overview:
-    database, of = _store(url).database, _store(url).existing_run(run_name)
-    migrations.require_current(database)
-    return Overview(
-        database.shown_url,
-        database.path.stat().st_size if database.is_sqlite else None,
-        migrations.REVISION,
-        of.settings.as_json(),
-        status.status(database, of.id),
-        ledger.read(database, of.id, exact=False),
-        why.why(database, of.id, of.settings).as_json(),
-        browse.recent(database, of.id, 8),
-    )
-
-
-def overview(of: Run) -> Overview:
-    store()
-    return _overview(database_url(), of.name)
-
-
 @st.cache_data(ttl=FRESH_S, max_entries=32, max_size=256 * 1024 * 1024, show_spinner=False)
 def _trajectory(
     url: str, run_id: int, group: int, index: int, incarnation: int | None, start: int | None, limit: int
 ) -> trajectory.Trajectory | None:
     return trajectory.read(
-        _store(url).database, run_id, group, index, incarnation=incarnation, start=start, limit=limit
+        opened(url).database, run_id, group, index, incarnation=incarnation, start=start, limit=limit
     )
 
 
 def read_trajectory(of: Run, group: int, index: int, incarnation: int | None, start: int | None, limit: int) -> Any:
     return _trajectory(database_url(), of.id, group, index, incarnation, start, limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    page: group_list.GroupPage
+    as_of: float
+
+
+@st.cache_data(ttl=FRESH_S, max_entries=32, show_spinner=False)
+def _groups(url: str, run_id: int, where: group_list.GroupFilter, order: str, after: str | None, limit: int) -> Groups:
+    found = group_list.page(opened(url).database, run_id, where, after=after, order=order, limit=limit)
+    return Groups(found, time.time())
+
+
+def group_page(of: Run, where: group_list.GroupFilter, order: str, after: str | None, limit: int) -> Groups:
+    return _groups(database_url(), of.id, where, order, after, limit)
+
+
+def group(of: Run, number: int) -> group_queries.GroupView | None:
+    return group_queries.read(store().database, of.id, number)
+
+
+def evidence(of: Run, found: trajectory.Trajectory) -> sample_page.Evidence:
+    s = found.sample
+    return sample_page.evidence(store().database, s["id"], s["group_id"], found.incarnation)
+
+
+@dataclass(frozen=True, slots=True)
+class Aborts:
+    totals: dict[str, Any]
+    over_time: dict[str, Any]
+    resumed: dict[str, int]
+
+
+@st.cache_data(ttl=FRESH_S, max_entries=16, show_spinner=False)
+def _aborts(url: str, run_id: int, since_s: float) -> Aborts:
+    database = opened(url).database
+    return Aborts(
+        aborts.read(database, run_id, since_s),
+        abort_list.over_time(database, run_id, since_s),
+        abort_list.resumed_after(database, run_id, since_s),
+    )
+
+
+def interruptions(of: Run, since_s: float) -> Aborts:
+    store()
+    return _aborts(database_url(), of.id, since_s)
+
+
+@st.cache_data(ttl=FRESH_S, max_entries=16, show_spinner=False)
+def _fleet(url: str, run_id: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    database = opened(url).database
+    return fleet.workers(database, run_id), fleet.engines(database, run_id)
+
+
+def workers_and_engines(of: Run) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    store()
+    return _fleet(database_url(), of.id)
+
+
+def batches(of: Run, below: int | None, limit: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(batches, timelines)"""
+    database = store().database
+    return batch_list.page(database, of.id, below=below, limit=limit), batch_list.timelines(database, of.id)
+
+
+@st.cache_data(ttl=10 * FRESH_S, max_entries=16, show_spinner=False)
+def _sizes(url: str, run_id: int) -> dict[str, Any]:
+    return data_page.sizes(opened(url).database, run_id)
+
+
+def sizes(of: Run) -> dict[str, Any]:
+    store()
+    return _sizes(database_url(), of.id)
+
+
+@st.cache_data(ttl=60.0, max_entries=8, max_size=128 * 1024 * 1024, show_spinner=False)
+def _ids(url: str, run_id: int, group: int, index: int, life: int | None, n_tokens: int) -> tuple[int, Any]:
+    """n_tokens: part of the key, so that a sample that grew is read again."""
+    return sample_page.response_ids(opened(url).database, run_id, group, index, life)
+
+
+def all_ids(of: Run, found: trajectory.Trajectory) -> Any:
+    """int32 [n] of prompt and response together, at most sample_page.MAX_SCAN."""
+    where = (found.group["number"], found.sample["index"], found.incarnation, found.n_tokens)
+    return _ids(database_url(), of.id, *where)[1]
+
+
+@st.cache_data(ttl=60.0, max_entries=32, show_spinner=False)
+def _lowest(url: str, run_id: int, group: int, index: int, life: int | None, n: int) -> tuple[int, float] | None:
+    return sample_page.least_likely(opened(url).database, run_id, group, index, life)
+
+
+def least_likely(of: Run, found: trajectory.Trajectory) -> tuple[int, float] | None:
+    where = (found.group["number"], found.sample["index"], found.incarnation, found.n_tokens)
+    return _lowest(database_url(), of.id, *where)
+
+
+def array_values(of: Run, found: trajectory.Trajectory, name: str) -> Any:
+    return sample_page.array_window(store().database, of.id, found, name, of.array_files)
+
+
+def staleness_of(of: Run, found: trajectory.Trajectory) -> dict[int, int]:
+    told = [s.version_min for s in found.spans if s.version_min is not None]
+    return sample_page.staleness_of(store().database, of.id, told)
 
 
 @st.cache_resource(max_entries=2, show_spinner="Loading the tokenizer")
@@ -131,7 +215,7 @@ def problem_of(error: Exception) -> Problem:
         return Problem("schema", "The database has another schema", str(error))
     if isinstance(error, RunNotFound):
         if not error.known:
-            text = f"Create a run with: samplestore add-prompts FILE --run {error.name or 'NAME'}"
+            text = f"Create a run with: samplestore add-prompts FILE --run {quote(error.name or 'NAME')}"
             return Problem("no_runs", "The database has no runs yet", text)
         return Problem("unknown_run", "There is no such run", str(error))
     if isinstance(error, sa.exc.DBAPIError):

@@ -56,6 +56,7 @@ CSS = """<style>
 }
 .ss-legend { display: flex; flex-wrap: wrap; gap: .15rem 1.1rem; font-size: .82rem; }
 .ss-legend span { white-space: nowrap; }
+.ss-facts { font-size: .88rem; }
 .ss-legend .zero { opacity: .5; }
 .ss-legend b { font-weight: 620; font-variant-numeric: tabular-nums; }
 .ss-dot {
@@ -65,8 +66,12 @@ CSS = """<style>
 .ss-dot.waste {
   background-image: repeating-linear-gradient(45deg, rgba(255,255,255,.55) 0 2px, transparent 2px 4px);
 }
+.ss-list { margin: .2rem 0 0; padding-left: 1.2rem; }
+.ss code {
+  background: var(--soft); border: 1px solid var(--line); border-radius: 3px; padding: 0 .3rem; font-size: .8rem;
+}
 .ss-scroll { overflow-x: auto; }
-.ss-table { width: 100%; border-collapse: collapse; font-size: .82rem; }
+.ss-table { min-width: min(100%, 34rem); max-width: 100%; border-collapse: collapse; font-size: .82rem; }
 .ss-table th {
   text-align: left; color: var(--dim); font-weight: 500; padding: .25rem .7rem .25rem 0;
   border-bottom: 1px solid var(--line); white-space: nowrap;
@@ -84,6 +89,19 @@ CSS = """<style>
   display: inline-block; padding: 0 .35rem; border-radius: 3px; border-bottom: 3px; font-weight: 600;
   white-space: nowrap;
 }
+.ss-table .cut { max-width: 21rem; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.ss-text {
+  white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line); border-radius: .4rem;
+  padding: .5rem .7rem; margin: .25rem 0; max-height: 24rem; overflow-y: auto; unicode-bidi: isolate; direction: ltr;
+}
+.ss-lane { display: flex; flex-wrap: wrap; gap: .3rem .25rem; align-items: center; margin: .3rem 0; font-size: .82rem; }
+.ss-lane .step {
+  border: 1px solid var(--line); border-left: 4px solid var(--c, var(--line)); border-radius: .35rem;
+  padding: .15rem .5rem; background: var(--soft);
+}
+.ss-lane .gap { color: var(--dim); white-space: nowrap; font-size: .76rem; }
+.ss-turn { border-left: 4px solid var(--c, var(--line)); padding: .1rem 0 .1rem .7rem; margin: .5rem 0; }
+.ss-turn .who { font-weight: 620; font-size: .8rem; }
 .ss-tokens {
   tab-size: 4;
   font-family: "Source Code Pro", ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: .86rem;
@@ -97,6 +115,10 @@ CSS = """<style>
 .ss-tokens .p { color: var(--dim); opacity: .82; }
 .ss-tokens .m { opacity: .68; border: 1px dotted currentColor; background: none !important; }
 .ss-tokens .t:hover { outline: 2px solid light-dark(#31333f, #fafafa); opacity: 1; }
+.ss-tokens .hit {
+  box-shadow: 0 -2px 0 light-dark(#b34700, #ff8a4c), 0 2px 0 light-dark(#b34700, #ff8a4c);
+  font-weight: 700; opacity: 1; background-color: light-dark(#ffe2cc, #5a2c0c) !important;
+}
 .ss-tokens .part { color: var(--dim); font-size: .7em; }
 .ss-badge {
   font-size: .72rem; font-weight: 700; white-space: nowrap; padding: .05rem .35rem; margin: 0 .2rem;

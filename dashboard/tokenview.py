@@ -1,16 +1,20 @@
-"""Tokens as HTML: one span each, coloured by weight version or log-prob. No Streamlit here; everything is escaped."""
+"""Tokens as HTML: one span each, coloured by what is asked. No Streamlit here; everything is escaped."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from samplestore.dashboard import look
 from samplestore.queries.trajectory import Span, Trajectory
 
 BY_VERSION, BY_LOGPROB = "weight version", "log-prob"
+BY_STALENESS, BY_SEGMENT, BY_LOSS = "staleness", "segment", "loss mask"
+BY_DIFFERENCE = "trainer − rollout"  # log-probs
+ALWAYS = (BY_VERSION, BY_LOGPROB, BY_STALENESS, BY_SEGMENT, BY_LOSS)
+LAG_COLOURS = (look.GREEN, look.SKY, look.YELLOW, look.ORANGE, look.VERMILLION)  # 0, 1, 2, 3, more behind
 MAX_PENDING = 4  # a character of UTF-8 has up to four bytes, so more pending tokens are no unfinished character
 MAX_PIECE = 300  # characters of one token that are drawn
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -56,14 +60,36 @@ class _Place:
         return None if self.span is None else self.span.version_min
 
 
-def render(trajectory: Trajectory, decoder: Decoder | None, colour_by: str = BY_VERSION) -> str:
-    """The window's tokens as one HTML block, class `ss-tokens`, a span of class `t` for each token."""
+@dataclass(frozen=True, slots=True)
+class Shades:
+    """What colours need beside the trajectory.
+
+    values   float [n] of the window's tokens, NaN where there is none: a stored array, or a difference of log-probs
+    lag      staleness of weight versions
+    """
+
+    values: Any = None
+    lag: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        known = [v for v in ([] if self.values is None else self.values.tolist()) if math.isfinite(v)]
+        return (min(known), max(known)) if known else (0.0, 0.0)
+
+
+def render(
+    trajectory: Trajectory, decoder: Decoder | None, colour_by: str = BY_VERSION, *, shades: Shades | None = None,
+    marked: Collection[int] = (),
+) -> str:  # fmt: skip
+    """The window's tokens as one HTML block, class `ss-tokens`, a span of class `t` for each token; those at positions
+    `marked` have class `hit` too."""
     window = trajectory.tokens
     ids = window.ids.tolist()
     if not ids:
         return '<div class="ss"><div class="ss-empty">There are no tokens here.</div></div>'
     texts = None if decoder is None else pieces(decoder, window.before.tolist(), ids, window.after.tolist())
     find = _finder(trajectory.spans)
+    paint = _painter(trajectory, colour_by, shades or Shades())
     html: list[str] = []
     previous: _Place | None = None
     for offset, (id, logprob) in enumerate(zip(ids, window.logprobs.tolist(), strict=True)):
@@ -71,7 +97,9 @@ def render(trajectory: Trajectory, decoder: Decoder | None, colour_by: str = BY_
         place = _Place(find(position))
         html.append(_boundary(previous, place, first=offset == 0))
         text = f"{id} " if texts is None else texts[offset]
-        html.append(_token(id, position, logprob, place, text, colour_by, trajectory.n_prompt))
+        style, said = paint(place.span, offset, logprob)
+        hit = position in marked
+        html.append(_token(id, position, logprob, place, text, style, said, trajectory.n_prompt, hit))
         previous = place
     return f'<div class="ss"><div class="ss-tokens" role="region" aria-label="Tokens">{"".join(html)}</div></div>'
 
@@ -109,21 +137,55 @@ def _boundary(previous: _Place | None, place: _Place, first: bool) -> str:
     return f'<span class="ss-badge" style="{style}"{why}>{look.esc(_label(place))} ▸</span>'
 
 
+Paint = Callable[[Span | None, int, float], tuple[str, str]]  # (span, place in the window, log-prob) -> (style, told)
+
+
+def _painter(t: Trajectory, by: str, shades: Shades) -> Paint:
+    """How a token of the response is coloured, and what its details say of that."""
+    places = {s.first_seq: i for i, s in enumerate(t.spans)}
+    low, high = shades.limits
+
+    def value(offset: int) -> float:
+        return math.nan if shades.values is None else float(shades.values[offset])
+
+    def paint(span: Span | None, offset: int, logprob: float) -> tuple[str, str]:
+        if span is None:
+            return "", ""
+        if by == BY_LOGPROB:
+            return _logprob_style(logprob), ""
+        if by == BY_SEGMENT:
+            at = places[span.first_seq]
+            return look.version_style(at), f" · segment {at + 1}"
+        if by == BY_LOSS:
+            return (f"background:{look.GREEN}38;border-bottom-color:{look.GREEN}" if span.loss else ""), ""
+        if by == BY_STALENESS:
+            return _lag_style(span, shades.lag)
+        if by == BY_VERSION:
+            return (look.version_style(span.version_min) if span.kind == "generated" else ""), ""
+        told = value(offset)
+        if math.isnan(told):
+            return "", f" · {by}: none"
+        style = _signed_style(told) if by == BY_DIFFERENCE else _scaled_style(told, low, high)
+        return style, f" · {by}: {told:.4g}"
+
+    return paint
+
+
 def _token(
-    id: int, position: int, logprob: float, place: _Place, text: str | None, colour_by: str, n_prompt: int
-) -> str:
+    id: int, position: int, logprob: float, place: _Place, text: str | None, style: str, said: str, n_prompt: int,
+    hit: bool,
+) -> str:  # fmt: skip
     span = place.span
     title = f"id {id} · " + (f"prompt token {position}" if span is None else f"response token {position - n_prompt}")
-    classes, style = "t", ""
+    classes = "t"
     if span is None:
         classes = "t p"
     else:
-        title += f" · {_label(place)} · log-prob {'not stored' if math.isnan(logprob) else f'{logprob:.3f}'}"
+        title += f" · {_label(place)} · log-prob {'not stored' if math.isnan(logprob) else f'{logprob:.3f}'}" + said
         if not span.loss:
             classes, title = "t m", title + " · not trained on (loss mask 0)"
-        style = look.version_style(span.version_min) if span.kind == "generated" else ""
-        if colour_by == BY_LOGPROB:
-            style = _logprob_style(logprob)
+    if hit:
+        classes += " hit"
     if text is None:
         shown = '<span class="part" aria-label="part of a character">·</span>'
         title += " · part of the next character"
@@ -135,7 +197,33 @@ def _token(
 
 def _logprob_style(logprob: float) -> str:
     """One hue, the stronger the less likely the token was; legible on both themes."""
-    if math.isnan(logprob):
-        return ""
-    strength = min(1.0, max(0.0, -logprob) / 5.0)
-    return f"background:rgba(213,94,0,{0.72 * strength:.2f});border-bottom-color:rgba(213,94,0,{strength:.2f})"
+    return "" if math.isnan(logprob) else _strong(213, 94, 0, -logprob / 5.0)
+
+
+def _scaled_style(value: float, low: float, high: float) -> str:
+    """One hue, from the window's lowest value to its highest."""
+    return _strong(0, 114, 178, 0.0 if high <= low else (value - low) / (high - low))
+
+
+def _signed_style(value: float) -> str:
+    """Blue where the trainer finds the token more likely than the rollout did, orange where less; full at 1 nat."""
+    return _strong(0, 114, 178, value) if value > 0 else _strong(213, 94, 0, -value)
+
+
+def _strong(red: int, green: int, blue: int, strength: float) -> str:
+    s = min(1.0, max(0.0, strength))
+    return (
+        f"background:rgba({red},{green},{blue},{0.72 * s:.2f});border-bottom-color:rgba({red},{green},{blue},{s:.2f})"
+    )
+
+
+def _lag_style(span: Span, lag: Mapping[int, int]) -> tuple[str, str]:
+    if span.kind != "generated":
+        return "", ""
+    behind = None if span.version_min is None else lag.get(span.version_min)
+    if behind is None:
+        return look.version_style(None), " · staleness unknown"
+    colour = LAG_COLOURS[min(max(behind, 0), len(LAG_COLOURS) - 1)]
+    line = look.UNDERLINES[min(max(behind, 0), len(look.UNDERLINES) - 1)]
+    style = f"background:{colour}38;border-bottom-color:{colour};border-bottom-style:{line}"
+    return style, f" · {behind} behind"

@@ -1,6 +1,7 @@
-"""A trajectory: which tokens were written under which weights, and what happened to the sample meanwhile.
+"""A sample: which tokens were written under which weights, what happened to it meanwhile, and why it got its reward.
 
-The address names it: ?run=NAME&sample=GROUP/INDEX, with /INCARNATION for a former life. The page never moves by itself.
+The address names it: ?run=NAME&sample=GROUP/INDEX, with /INCARNATION for a former life; &at=POSITION is the window of
+tokens, &colour=..., &find=... what is shown of them. The page never moves by itself.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from typing import Any
 
 import streamlit as st
 
-from samplestore.dashboard import frame, look, parts, sample_parts, source, tokenview
+from samplestore.dashboard import actions, conversation, frame, lane, look, parts, sample_parts, source, token_page
 from samplestore.queries import browse
 from samplestore.queries.trajectory import Trajectory
 from samplestore.run import Run
 
-PAGE_TOKENS = 2000
+PAGE_TOKENS = token_page.PAGE_TOKENS
+TOKENS, TURNS = "tokens", "conversation"
 GROUPS_SHOWN = 15
-NAME = re.compile(r"(\d{1,18})/(\d{1,9})(?:/(\d{1,9}))?")
+NAME = re.compile(r"(\d{1,15})/(\d{1,9})(?:/(\d{1,9}))?", re.ASCII)  # what a browser's numbers hold exactly
 
 
 def page() -> None:
@@ -51,7 +53,7 @@ def parse(text: str) -> tuple[int, int, int | None] | None:
 
 def _go(group: int, index: int) -> None:
     st.query_params["sample"] = f"{group}/{index}"
-    st.query_params.pop("at", None)
+    frame.forget("at", "find")
 
 
 def _choose(of: Run, name: tuple[int, int, int | None]) -> None:
@@ -65,12 +67,12 @@ def _choose(of: Run, name: tuple[int, int, int | None]) -> None:
         st.rerun()
     indexes = [s["index"] for s in siblings]
     if indexes:
-        marks = {"completed": "✓", "truncated": "✂", "failed": "✗", "aborted": "⏸", "pending": "…"}
+        marks = {"completed": "✓", "truncated": "✂", "failed": "✗", "aborted": "‖", "pending": "…"}
         told = {s["index"]: f"{s['index']} {'▶' if s['in_flight'] else marks[s['status']]}" for s in siblings}
         picked = sample.segmented_control(
             "Sample", indexes, default=index if index in indexes else indexes[0], key=f"sample-{group}-{index}",
             format_func=lambda i: told.get(i, str(i)), required=True,
-            help="✓ completed  ✂ truncated  ✗ failed  ⏸ aborted, resumable  ▶ in flight  … pending",
+            help="✓ completed  ✂ truncated  ✗ failed  ‖ aborted, resumable  ▶ in flight  … pending",
         )  # fmt: skip
         if picked is not None and picked != index:
             _go(group, picked)
@@ -125,35 +127,29 @@ def _show(of: Run, name: tuple[int, int, int | None], head: Any) -> None:
     if found.pruned:
         told = "The response was pruned; its prompt and its segments are left."
         st.html(f'<div class="ss"><div class="ss-empty">{told}</div></div>')
-    _tokens(found)
-    left, right = st.columns([1.15, 1], gap="large")
+    evidence = source.evidence(of, found)
+    st.html(lane.html(found, evidence))
+    if actions.allowed():
+        actions.of_sample(of, found)
+    view = st.segmented_control(
+        "View", [TOKENS, TURNS], default=TOKENS, key="view", bind="query-params", required=True,
+        label_visibility="collapsed",
+    )  # fmt: skip
+    if view == TURNS:
+        _conversation(of, found)
+    else:
+        token_page.show(of, found, evidence.arrays)
+    st.html(parts.section("Reward", "what its stages said", parts.stages(evidence.stages)))
+    left, right = st.columns([1.5, 1], gap="large")
     left.html(sample_parts.segments(found))
     right.html(sample_parts.events(found))
+    if evidence.calls:
+        st.html(conversation.calls(evidence.calls))
+    st.html(sample_parts.requests(evidence.requests))
 
 
-def _tokens(t: Trajectory) -> None:
+def _conversation(of: Run, found: Trajectory) -> None:
     decoder, why_not = source.tokenizer()
-    keys, control = st.columns([3, 1.1], vertical_alignment="center")
-    by = control.segmented_control(
-        "Colour by", [tokenview.BY_VERSION, tokenview.BY_LOGPROB], default=tokenview.BY_VERSION, key="colour",
-        bind="query-params", required=True, label_visibility="collapsed",
-    )  # fmt: skip
-    keys.html(sample_parts.legend(t, by or tokenview.BY_VERSION))
-    there = t.n_prompt if t.pruned else t.n_tokens
-    if there > PAGE_TOKENS:
-        pages, at = -(-there // PAGE_TOKENS), t.tokens.start // PAGE_TOKENS
-        with st.container(horizontal=True, vertical_alignment="center"):
-            if st.button("◂ earlier", disabled=at == 0):
-                st.query_params["at"] = str((at - 1) * PAGE_TOKENS)
-                st.rerun()
-            if st.button("later ▸", disabled=at + 1 >= pages):
-                st.query_params["at"] = str((at + 1) * PAGE_TOKENS)
-                st.rerun()
-            last = t.tokens.start + t.tokens.ids.size
-            st.html(
-                f'<div class="ss dim">tokens {look.count(t.tokens.start + 1)} to {look.count(last)} of '
-                f"{look.count(t.n_tokens)}, prompt included</div>"
-            )
-    st.html(tokenview.render(t, decoder, by or tokenview.BY_VERSION))
+    st.html(conversation.html(found, source.all_ids(of, found), decoder))
     if why_not:
         st.html(f'<div class="ss dim">{look.line(why_not, 400)}</div>')

@@ -60,6 +60,7 @@ def cli() -> str:
         "Commands",
         "Every command, from its own definition. `samplestore COMMAND --help` shows the same. "
         "Commands that read take `--json`, which prints one JSON object with `schema_version`. "
+        "The examples stand together on [the command line](../howto/command-line.md), where a test runs them. "
         "Exit codes: 0 ok, 1 failure, 2 usage, 3 database missing or of another schema, 4 engine unreachable, "
         "5 check failed, 130 interrupted.",
         _commands(),
@@ -73,21 +74,32 @@ def _commands() -> Iterator[str]:
     from samplestore.cli.app import COMMANDS, build, load
 
     yield from _command("samplestore", build(), children=False)
-    panel = ""
+    examples, panel = _examples(), ""
     for name, listed in COMMANDS.items():
         if listed.panel != panel:
             panel = listed.panel
             yield from (f"## {panel}", "")
-        yield from _command(f"samplestore {name}", load(name), short=listed.help)
+        yield from _command(f"samplestore {name}", load(name), short=listed.help, example=examples.get(name, ""))
 
 
-def _command(path: str, command: Any, children: bool = True, short: str = "") -> Iterator[str]:
+def _examples() -> dict[str, str]:
+    """Command -> its first example on the page of examples."""
+    found: dict[str, str] = {}
+    for line in (FOLDER.parent / "howto" / "command-line.md").read_text(encoding="utf-8").splitlines():
+        if match := re.match(r"(?:\$ )?(samplestore ([a-z][a-z-]*).*)", line):
+            found.setdefault(match[2], match[1])
+    return found
+
+
+def _command(path: str, command: Any, children: bool = True, short: str = "", example: str = "") -> Iterator[str]:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and p.name not in NOT_OURS]
     group = children and hasattr(command, "commands")
     usage = " ".join([path, *(a.metavar or a.name.upper() for a in arguments), *(["COMMAND"] if group else [])])
     yield from (f"### `{usage}`", "")
     yield from paragraphs(command.help or short)
+    if example:
+        yield from ("```bash", example, "```", "")
     rows = [
         (code(a.metavar or a.name.upper()), "required" if a.required else "", cell(a.help or "")) for a in arguments
     ]
@@ -138,10 +150,11 @@ def _help(option: Any) -> str:
 def schema() -> str:
     return page(
         "Schema",
-        "The tables, from `samplestore/models.py`. Times are seconds since the epoch by the database's clock. "
-        "The only way to this schema is `samplestore db upgrade`. Reading it with SQL is supported, writing is not: "
-        "only the verbs keep counters, ledger and fences right. "
+        "The tables, from `samplestore/models.py`, and the [views](#views) on them. Times are seconds since the epoch "
+        "by the database's clock. The only way to this schema is `samplestore db upgrade`. Reading it with SQL is "
+        "supported, writing is not: only the verbs keep counters, ledger and fences right. "
         "Types are given as SQLite / PostgreSQL where they differ. "
+        "How to read it with SQL, SQLAlchemy and pandas: [SQL](../howto/sql.md). "
         "Questions to start from: [cookbook](../cookbook.md).",
         _schema(),
     )
@@ -150,23 +163,70 @@ def schema() -> str:
 def _schema() -> Iterator[str]:
     from samplestore.models import Base
 
-    mapped = {m.local_table.name: m.class_ for m in Base.registry.mappers}
+    mapped = {m.local_table.name: m for m in Base.registry.mappers}
     tables = list(Base.metadata.tables.values())
-    yield from ("```mermaid", "erDiagram")
+    yield from _diagram(tables)
     for t in tables:
-        for key in sorted(t.foreign_keys, key=lambda k: k.parent.name):
-            many = "|o--o{" if key.parent.nullable else "||--o{"
-            yield f'    {key.column.table.name} {many} {t.name} : "{key.parent.name}"'
-    yield from ("```", "")
-    for t in tables:
-        yield from (f"## {t.name}", "", f"`samplestore.models.{mapped[t.name].__name__}`", "")
-        yield from paragraphs(mapped[t.name].__doc__)
+        mapper = mapped[t.name]
+        yield from (f"## {t.name}", "", f"`samplestore.{mapper.class_.__name__}`", "")
+        yield from paragraphs(mapper.class_.__doc__)
         rows = [
             (code(c.name), cell(_type(c.type)), "yes" if c.nullable else "", _key(c), cell(c.comment or ""))
             for c in t.c
         ]
         yield from table(("column", "type", "null", "key", ""), rows)
         yield from _constraints(t)
+        yield from _reached(mapper)
+    yield from _views()
+
+
+def _diagram(tables: list[Any]) -> Iterator[str]:
+    """Keys only: the tables below have the rest."""
+    yield from ("```mermaid", "erDiagram")
+    for t in tables:
+        for key in sorted(t.foreign_keys, key=lambda k: k.parent.name):
+            many = "|o--o{" if key.parent.nullable else "||--o{"
+            yield f'    {key.column.table.name} {many} {t.name} : "{key.parent.name}"'
+    for t in tables:
+        yield f"    {t.name} {{"
+        for c in t.c:
+            keys = ", ".join(filter(None, ("PK" if c.primary_key else "", "FK" if c.foreign_keys else "")))
+            if keys:
+                yield f"        {_type(c.type).partition(' / ')[0].lower()} {c.name} {keys}"
+        yield "    }"
+    yield from ("```", "")
+
+
+def _reached(mapper: Any) -> Iterator[str]:
+    """What a mapped class has beside its columns."""
+    rows = []
+    for r in sorted(mapper.relationships, key=lambda r: str(r.key)):
+        kind = f"list[{r.mapper.class_.__name__}]" if r.uselist else r.mapper.class_.__name__
+        rows.append((code(r.key), code(kind), cell(r.doc or "")))
+    for name, value in vars(mapper.class_).items():
+        if isinstance(value, property):
+            told = str(inspect.signature(value.fget).return_annotation) if value.fget else ""
+            rows.append((code(name), code(told), cell(inspect.getdoc(value) or "")))
+    if rows:
+        yield from table(("attribute of the class", "", ""), rows)
+
+
+def _views() -> Iterator[str]:
+    from samplestore.views import VIEWS
+
+    yield from ("## Views", "", "Common questions as tables. Their names are plural, those of tables singular.", "")
+    for view in VIEWS:
+        yield from (f"### {view.name}", "", view.doc, "")
+        # What a database derives is not what Core declares, only its kind is.
+        kinds = {"Integer": "whole number", "Double": "number", "Text": "text"}
+        rows = [(code(c.name), kinds[_kind_of(c.type)], cell(view.columns[c.name])) for c in view.table.c]
+        yield from table(("column", "type", ""), rows)
+
+
+def _kind_of(kind: Any) -> str:
+    import sqlalchemy as sa
+
+    return next(k.__name__ for k in (sa.Integer, sa.Double, sa.Text) if isinstance(kind, k))
 
 
 def _type(kind: Any) -> str:
@@ -276,6 +336,12 @@ ERROR_MODULES = (
     "samplestore.prompts",
     "samplestore.promptfiles",
     "samplestore.imports",
+    "samplestore.exports",
+    "samplestore.replaced",
+    "samplestore.slimefiles",
+    "samplestore.copies",
+    "samplestore.copying",
+    "samplestore.hiddenruns",
     "samplestore.tokenizers",
     "samplestore.cli.exits",
     "samplestore.workers.chat",
@@ -283,6 +349,8 @@ ERROR_MODULES = (
     "samplestore.workers.filters",
     "samplestore.workers.replies",
     "samplestore.workers.rewards",
+    "samplestore.slime.settings",
+    "samplestore.interop.trl",
 )
 
 
@@ -326,9 +394,13 @@ def _errors() -> Iterator[str]:
 API = (
     ("samplestore.store", "Store"),
     ("samplestore.run", "Run"),
-    ("samplestore.batches", "Batch"),
-    ("samplestore.batches", "BatchGroupView"),
-    ("samplestore.batches", "BatchSample"),
+    ("samplestore.batch", "Batch"),
+    ("samplestore.delivery", "BatchGroupView"),
+    ("samplestore.tensors", "BatchSample"),
+    ("samplestore.mismatch", "Mismatch"),
+    ("samplestore.mismatch", "Distance"),
+    ("samplestore.mismatch", "SampleMismatch"),
+    ("samplestore.datasets", "Steps"),
     ("samplestore.workers.episodes", "Context"),
     ("samplestore.workers.episodes", "Turn"),
     ("samplestore.media", "Image"),
@@ -343,6 +415,27 @@ API = (
     ("samplestore.types", "Reaped"),
     ("samplestore.types", "Finding"),
     ("samplestore.types", "Why"),
+    ("samplestore.slime", "StoreDataSource"),
+    ("samplestore.slime", "StoreDataBuffer"),
+    ("samplestore.interop.leases", "Leases"),
+    ("samplestore.interop.trl", "StoreRollouts"),
+    ("samplestore.interop.verl", "KeyValues"),
+)
+
+FUNCTIONS = (
+    ("samplestore.datasets", ("torch_dataset",)),
+    ("samplestore.advantages", ("advantages",)),
+    ("samplestore.planning", ("plan", "micro_batches")),
+    (
+        "samplestore.ratios",
+        ("log_ratio", "token_ratio", "sequence_ratio", "truncated", "masked", "kl_k1", "kl_k3"),
+    ),
+    ("samplestore.slime", ("generate_rollout", "observe", "observe_all", "publish_weights")),
+    ("samplestore.interop.trl", ("rollout", "stored_reward")),
+    ("samplestore.interop.verl", ("dataproto",)),
+    ("samplestore.interop.areal", ("trajectories", "trajectory", "samples_of")),
+    ("samplestore.interop.prime_rl", ("training_samples", "sample_of")),
+    ("samplestore.interop.skyrl", ("generator_output",)),
 )
 
 
@@ -378,6 +471,11 @@ def _api() -> Iterator[str]:
             yield from _function("run.batch", samplestore.batches.take, skip=("run",))
         if name == "Batch":
             yield from ("### What `tensors` and `arrays` return", "", inspect.cleandoc(tensors.__doc__ or ""), "")
+    for module, names in FUNCTIONS:
+        yield from (f"## {module}", "")
+        yield from paragraphs(import_module(module).__doc__)
+        for name in names:
+            yield from _function(f"{module}.{name}", getattr(import_module(module), name))
 
 
 def _member(owner: str, name: str, value: Any) -> Iterator[str]:

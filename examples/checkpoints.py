@@ -86,7 +86,9 @@ def load(root: Path, step: int) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def load_model(path: Path) -> Any:
-    """A float32 causal language model from a folder."""
+    """A float32 causal language model from a folder. Raises CheckpointError if it is none."""
+    if not (path / "config.json").is_file():  # transformers would take the name for one of a model hub
+        raise CheckpointError(f"{path} is no folder of a model (config.json is not there). Give one with --model")
     import torch
     from transformers import AutoModelForCausalLM
 

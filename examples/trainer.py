@@ -168,7 +168,7 @@ def main() -> None:
     )
     try:
         _run(arguments, config)
-    except SampleStoreError as error:
+    except (SampleStoreError, checkpoints.CheckpointError) as error:
         sys.exit(f"trainer: {error}")
 
 

@@ -1,4 +1,5 @@
-"""Advantages per sample, normalised inside each group by its id, never by a fixed stride: groups may be uneven."""
+"""Advantages per sample: normalised inside each group by its id, never by a fixed stride, since groups may be uneven;
+or over the whole batch."""
 
 from __future__ import annotations
 
@@ -35,25 +36,44 @@ def _none(rewards: Rewards) -> Rewards:
     return rewards
 
 
-METHODS: dict[str, Callable[[Rewards], Rewards]] = {"grpo": _grpo, "dr_grpo": _dr_grpo, "rloo": _rloo, "none": _none}
+BY_GROUP: dict[str, Callable[[Rewards], Rewards]] = {"grpo": _grpo, "dr_grpo": _dr_grpo, "rloo": _rloo, "none": _none}
+# Inside each group first, then over the batch: REINFORCE++, arXiv:2501.03262, without its KL term, which is the loss's.
+#   reinforce_pp            (r - mean of the batch) / (std of the batch + 1e-6)               for any number of samples
+#   reinforce_pp_baseline   the same of (r - mean of its group)                       "w/ Baseline", for groups of many
+OVER_BATCH = {"reinforce_pp": "none", "reinforce_pp_baseline": "dr_grpo"}
+METHODS = (*BY_GROUP, *OVER_BATCH)
 
 
 def _over_rollouts(rewards: Rewards, rollouts: npt.NDArray[Any], method: str) -> Rewards:
     """The same for a group in which a rollout may have several samples: each rollout counts once, by the mean of its
     samples' rewards, and each sample is held against that."""
-    _, place, counts = np.unique(rollouts, return_inverse=True, return_counts=True)
+    place, counts = _rollouts(rollouts)
     if method == "none" or counts.max(initial=1) == 1:
-        return METHODS[method](rewards)
+        return BY_GROUP[method](rewards)
     means = np.bincount(place, weights=rewards) / counts
     n, mean = counts.size, means.mean()
     if method == "rloo":
         return np.zeros_like(rewards) if n < 2 else rewards - (means.sum() - means[place]) / (n - 1)
     if method == "dr_grpo":
         return np.asarray(rewards - mean)
-    if np.all(rewards == rewards[0]):
-        return np.zeros_like(rewards)
-    std = np.sqrt((np.bincount(place, weights=(rewards - mean) ** 2) / counts).mean())
-    return np.asarray((rewards - mean) / (std + EPS))
+    return _standard(rewards, rollouts)
+
+
+def _standard(values: Rewards, rollouts: npt.NDArray[Any]) -> Rewards:
+    """(value - mean) / (std + 1e-6), std with n in the denominator; each rollout counts once, by the mean of its
+    samples. Exact zeros where all are equal."""
+    if values.size == 0 or np.all(values == values[0]):
+        return np.zeros_like(values)
+    place, counts = _rollouts(rollouts)
+    mean = (np.bincount(place, weights=values) / counts).mean()
+    std = np.sqrt((np.bincount(place, weights=(values - mean) ** 2) / counts).mean())
+    return np.asarray((values - mean) / (std + EPS))
+
+
+def _rollouts(rollouts: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """(place of each sample's rollout, samples of each rollout)."""
+    _, place, counts = np.unique(rollouts, return_inverse=True, return_counts=True)
+    return place, counts
 
 
 def advantages(
@@ -62,11 +82,24 @@ def advantages(
     """float32 [n] from rewards [n] and the group id of each sample [n]. A reward that is not known (NaN) has no
     advantage (NaN), and the others get theirs as if its sample were not there.
 
-    rollout_ids   [n], equal for samples that were forked from one: a group's mean and deviation count a rollout once
+    method                  A of a sample with reward r
+    grpo                    (r - mean of its group) / (std of its group + 1e-6)    arXiv:2402.03300, section 4.1
+    dr_grpo                 r - mean of its group                                  arXiv:2503.20783
+    rloo                    r - mean of the others of its group; 0 for a lone one  arXiv:2402.14740
+    reinforce_pp            (r - mean of the batch) / (std of the batch + 1e-6)    arXiv:2501.03262
+    reinforce_pp_baseline   the same of r - mean of its group                      arXiv:2501.03262, w/ Baseline
+    none                    r
+
+    std has n in the denominator; where all are equal it is not divided by: exact zeros. REINFORCE++ is given without
+    the KL term that its paper takes off the reward: that belongs to the loss. Its mean and deviation are over samples,
+    not tokens: long ones weigh no more.
+
+    rollout_ids   [n], equal for samples that were forked from one: every mean and deviation counts a rollout once
     Raises ValueError.
     """
     if method not in METHODS:
         raise ValueError(f"advantages={method!r} is not one of {sorted(METHODS)}")
+    inside = OVER_BATCH.get(method, method)
     values, ids = np.asarray(rewards, dtype=np.float64), np.asarray(group_ids)
     rollouts = np.arange(values.size) if rollout_ids is None else np.asarray(rollout_ids)
     if values.shape != ids.shape or values.shape != rollouts.shape or values.ndim != 1:
@@ -77,7 +110,9 @@ def advantages(
     forked = np.unique(rollouts).size < rollouts.size
     for members in _by_group(known, ids[known]):
         mine = values[members]
-        result[members] = _over_rollouts(mine, rollouts[members], method) if forked else METHODS[method](mine)
+        result[members] = _over_rollouts(mine, rollouts[members], inside) if forked else BY_GROUP[inside](mine)
+    if method in OVER_BATCH:
+        result[known] = _standard(result[known], rollouts[known])
     return result.astype(np.float32)
 
 

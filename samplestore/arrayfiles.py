@@ -15,7 +15,7 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +37,13 @@ def open_files(settings: RunSettings, run_uuid: str) -> ArrayFiles:
     url, path = settings.array_url, settings.array_url.removeprefix("file://")
     folder = run_uuid if settings.array_folder is None else f"{run_uuid}-{settings.array_folder}"
     return LocalFiles(Path(path) / folder) if "://" not in path else RemoteFiles(url, folder)
+
+
+def keep(settings: RunSettings, files: Callable[[], ArrayFiles], made: Prepared) -> Prepared:
+    """An array as the run keeps it: a large one in a side-car file, where it has a place for them. Raises
+    ArrayFileError."""
+    large = settings.array_url is not None and made.n_bytes >= settings.array_file_bytes
+    return to_file(files(), made) if large else made
 
 
 def to_file(files: ArrayFiles, made: Prepared) -> Prepared:

@@ -7,6 +7,7 @@ there is, and its last row is of that segment's last token: what a request bring
 | --- | --- | --- |
 | `routed_experts` | [rows, layers, top_k], whole numbers | row r: while the token after r was made, so rows end with the last but one |
 | `teacher_log_probs` | [rows], floats | nats, finite |
+| `trainer_log_probs` | [rows], floats | nats; NaN where the trainer had none. `batch.record_logprobs` stores it |
 | `topk_log_probs` | [rows, k], floats | nats; -inf where fewer than k were told |
 | `topk_ids` | [rows, k], whole numbers from 0 | the tokens of `topk_log_probs` |
 | `entropy` | [rows], floats from 0 | nats |
@@ -26,12 +27,13 @@ import numpy.typing as npt
 from samplestore import codec
 from samplestore.errors import InvalidSegment
 
-EXPERTS, TEACHER = "routed_experts", "teacher_log_probs"
+EXPERTS, TEACHER, TRAINER = "routed_experts", "teacher_log_probs", "trainer_log_probs"
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 # What a batch calls its own tensors (tensors.py): an array of this name could not be handed out beside them.
 RESERVED = frozenset(
     "tokens position_ids loss_mask rollout_log_probs weight_versions cu_seqlens attention_mask prompt_lengths "
-    "response_lengths rewards advantages group_ids sample_ids rollout_ids rollout_mask_sums images".split()
+    "response_lengths rewards advantages group_ids sample_ids rollout_ids rollout_mask_sums n_trained_tokens "
+    "n_rollouts images".split()
 )
 MAX_DIMS, MAX_BYTES = 4, 1 << 30
 ROUNDING = 1e-3  # an entropy of a float16 softmax may come out a little below 0
@@ -45,11 +47,13 @@ class Rule:
     kinds: str
     low: float = -np.inf
     infinite: bool = False
+    missing: bool = False  # NaN: it has none there
 
 
 KNOWN = {
     EXPERTS: Rule(3, "iu", 0),
     TEACHER: Rule(1, "f"),
+    TRAINER: Rule(1, "f", missing=True),
     "topk_log_probs": Rule(2, "f", infinite=True),
     "topk_ids": Rule(2, "iu", 0),
     "entropy": Rule(1, "f", -ROUNDING),
@@ -107,6 +111,17 @@ def prepare(name: str, array: Any, n_experts: int | None = None) -> Prepared:
     return Prepared(name, dtype, shape, data)
 
 
+def stored(name: str, dtype: str, shape: list[int], data: bytes) -> Prepared:
+    """An array as another store kept it: the same dtype and bytes, checked as those that are new. Raises
+    InvalidSegment, ValueError where the bytes are none of that dtype and shape."""
+    if not NAME.fullmatch(name) or name in RESERVED:
+        raise InvalidSegment(f"{name[:80]!r} is no name of an array", field="name")
+    if len(data) > MAX_BYTES or len(data) != size_of(dtype, shape):
+        raise InvalidSegment(f"{name} has {len(data):,} bytes for {dtype} {shape}", field=name)
+    _check(name, codec.decode_array(dtype, shape, data))
+    return Prepared(name, dtype, shape, data)
+
+
 def _check(name: str, array: npt.NDArray[Any]) -> None:
     rule = KNOWN.get(name)
     if not 1 <= array.ndim <= MAX_DIMS or (rule is not None and array.ndim != rule.dims):
@@ -123,6 +138,8 @@ def _check(name: str, array: npt.NDArray[Any]) -> None:
     if rule.kinds == "f":
         bad = bad & ~np.isneginf(array) if rule.infinite else bad
         bad |= np.isnan(array) | np.isposinf(array) if rule.infinite else ~np.isfinite(array)
+        if rule.missing:
+            bad &= ~np.isnan(array)
     if bad.any():
         at = tuple(int(i) for i in np.argwhere(bad)[0])
         raise InvalidSegment(f"{name} has {array[at]} at {list(at)}", field=name, position=at[0])

@@ -21,7 +21,7 @@ from samplestore.types import Floats, Ids
 PRUNED, WITH_LOGPROBS, IDS_ONLY = 0, 1, 2
 PRUNED_PAYLOAD = bytes([PRUNED])
 _I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
-_WITH_LOGPROBS, _IDS_ONLY = bytes([WITH_LOGPROBS]), bytes([IDS_ONLY])
+HAS_LOGPROBS, _IDS_ONLY = bytes([WITH_LOGPROBS]), bytes([IDS_ONLY])
 MAX_SEGMENT_TOKENS = 16_777_216
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -56,6 +56,8 @@ def as_logprobs(logprobs: Any, n: int, *, required: bool) -> Floats | None:
         raise InvalidSegment(f"log-probs are a {type(logprobs).__name__}, not a list of numbers", field="logprobs")
     if isinstance(logprobs, np.ndarray) and logprobs.dtype.kind in "fiu":
         values: Any = logprobs
+    elif isinstance(logprobs, list) and set(map(type, logprobs)) == {float}:  # most are: looked at with C's speed
+        values = logprobs
     else:
         try:
             values = [_number_or_nan(v) for v in logprobs]
@@ -153,7 +155,15 @@ def encode(ids: Ids, logprobs: Floats | None) -> bytes:
     # join copies the arrays once
     if logprobs is None:
         return b"".join((_IDS_ONLY, np.ascontiguousarray(ids, "<i4").data))
-    return b"".join((_WITH_LOGPROBS, np.ascontiguousarray(ids, "<i4").data, np.ascontiguousarray(logprobs, "<f4").data))
+    return b"".join((HAS_LOGPROBS, np.ascontiguousarray(ids, "<i4").data, np.ascontiguousarray(logprobs, "<f4").data))
+
+
+def runs_of(mask: npt.NDArray[Any]) -> list[tuple[int, int]]:
+    """[start, stop) of neighbours with one value: a segment has one loss mask."""
+    if not mask.size:
+        return []
+    turns = (np.flatnonzero(np.diff(mask)) + 1).tolist()
+    return list(zip([0, *turns], [*turns, len(mask)], strict=True))
 
 
 def payload_tokens(payload_length: int, fmt: int) -> int | None:

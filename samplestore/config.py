@@ -87,6 +87,8 @@ class WorkerConfig(BaseSettings):
     update_engines     bring engines to the run's weights
     exit_when_done     end when the run's prompts are used up
     max_queued         claim nothing more while every engine has more requests waiting than this; None never looks
+    metrics_port       serve metrics for Prometheus there; 0 is a free port, None serves none
+    metrics_host       the address that they listen on, without a login
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_WORKER, env_nested_delimiter="__", extra="forbid", frozen=True)
@@ -131,6 +133,8 @@ class WorkerConfig(BaseSettings):
     name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     exit_when_done: bool = False
     max_queued: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    metrics_port: Annotated[int, Field(ge=0, le=65_535)] | None = None
+    metrics_host: Annotated[str, Field(min_length=1, max_length=255)] = "127.0.0.1"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
 

@@ -41,6 +41,7 @@ RETRY_SQLSTATES = {"40001", "40P01"}  # serialization failure, deadlock
 LOCK_TIMEOUT_SQLSTATE = "55P03"
 MAX_CONFLICT_RETRIES = 20
 _NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")  # an escaped NUL; not the text "\\u0000", whose backslash is escaped
+_SLASHES = re.compile(r"(?:sqlite|postgres|postgresql)(?:\+\w+)?:", re.IGNORECASE)  # where no "//" follows
 
 
 def sqlite_module() -> Any:
@@ -57,6 +58,9 @@ def sqlite_module() -> Any:
 def parse_url(url: str | URL) -> URL:
     """A database URL. Bare paths are SQLite files; postgresql:// means psycopg 3."""
     if isinstance(url, str) and "://" not in url:
+        if scheme := _SLASHES.match(url):  # taken for a file, its password would be part of the file's name
+            told = f"this database URL has no // after its {scheme[0].lower()}"
+            raise SampleStoreError(f"{told}. Use sqlite:///FILE or --db postgresql://...")
         return URL.create("sqlite", database=url)
     parsed = make_url(url)
     backend = parsed.get_backend_name()

@@ -116,12 +116,12 @@ class InvalidSetting(SampleStoreError):
 
 
 class ArrayNotStored(SampleStoreError):
-    """A batch was asked for a named array that none of its samples has."""
+    """A named array was asked for that no sample of the batch, or of the run, has."""
 
-    def __init__(self, name: str, have: list[str]) -> None:
+    def __init__(self, name: str, have: list[str], of: str = "batch") -> None:
         self.name, self.have = name, have
         stored = ", ".join(have) or "none"
-        super().__init__(f"no sample of this batch has an array {name!r}; stored: {stored}. See: samplestore status")
+        super().__init__(f"no sample of this {of} has an array {name!r}; stored: {stored}. See: samplestore status")
 
 
 class ArrayFileError(SampleStoreError):
@@ -220,6 +220,14 @@ class BatchTimeout(SampleStoreError):
         super().__init__(f"no batch after {waited_s:.0f} s. {why}")
 
 
+class WaitStopped(SampleStoreError):
+    """A wait was ended from another thread. Nothing was leased."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(f"{what} was stopped; nothing was leased. Ask again with: run.batch(...)")
+
+
 class AbortTimeout(SampleStoreError):
     """Samples were still held by their workers after an abort was asked for and waited for; it stays asked for."""
 
@@ -257,6 +265,40 @@ class StepHeld(SampleStoreError):
     def __init__(self, step: int, batch_id: int, worker_id: int) -> None:
         self.step, self.batch_id, self.worker_id = step, batch_id, worker_id
         super().__init__(f"step {step} is leased as batch {batch_id} by live worker {worker_id}")
+
+
+class WorldMismatch(SampleStoreError):
+    """A rank asked for its part of a batch that is shared out over another number of ranks."""
+
+    def __init__(self, step: int, batch_id: int, planned: int, asked: int) -> None:
+        self.step, self.batch_id, self.planned, self.asked = step, batch_id, planned, asked
+        super().__init__(
+            f"step {step} is shared out over {planned} ranks (batch {batch_id}), and world={asked} was asked for. "
+            f"Start all ranks with one world; rank 0 plans anew: run.batch({step}, rank=0, world={asked})"
+        )
+
+
+class OnlyRankZero(SampleStoreError):
+    """A rank that reads its part of a batch tried to settle it. Nothing was changed."""
+
+    def __init__(self, verb: str, step: int, rank: int) -> None:
+        self.verb, self.step, self.rank = verb, step, rank
+        super().__init__(
+            f"rank {rank} can't {verb} step {step}: rank 0 does, after all ranks are done. Leave the `with` block, or "
+            "ask whether the lease still stands: batch.require_held()"
+        )
+
+
+class BatchReleased(SampleStoreError):
+    """Rank 0 gave a batch back while another rank waited for it or read it. Nobody trains on it."""
+
+    def __init__(self, step: int, batch_id: int, reason: str | None) -> None:
+        self.step, self.batch_id, self.reason = step, batch_id, reason
+        why = f": {reason}" if reason else ""
+        super().__init__(
+            f"rank 0 no longer holds batch {batch_id} of step {step}{why}. Stop all ranks and start them again from "
+            f"the last checkpoint: run.batch({step}, ...)"
+        )
 
 
 class MissingLogprobs(SampleStoreError):
@@ -298,6 +340,20 @@ class RunInUse(SampleStoreError):
         super().__init__(
             f"{what} is in use by {len(workers)} live workers or trainers ({shown}). Stop them, and free what dead "
             "ones hold with: samplestore reap"
+        )
+
+
+class ImportConflict(SampleStoreError):
+    """A group of an export contradicts what is in the run already. Nothing was stored."""
+
+    BEFORE = "was imported before with other samples, tokens or rewards"
+
+    def __init__(self, portable_id: str, why: str = BEFORE) -> None:
+        self.portable_id = portable_id
+        super().__init__(
+            f"group {portable_id} {why}. Nothing was stored. "
+            "Look at what is there with: samplestore groups --run NAME; or store the others in a run of their own: "
+            "samplestore import FILE --run OTHER"
         )
 
 

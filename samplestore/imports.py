@@ -1,15 +1,7 @@
-"""Samples that were generated elsewhere: responses with their tokens, for offline distillation and the like.
+"""Samples that were generated elsewhere: what is given, looked through before it is stored, and stored as it was seen.
 
-A row is a prompt, as `add_prompts` takes it, and one response, or under `samples` a list of them, which become a group:
-
-    response_ids        token ids, at least one; or tokens
-    log_probs           finite numbers, one a token; or rollout_log_probs. Without, the sample is flagged, and a batch
-                        that needs log-probs refuses it
-    loss_mask           0 or 1, one a token; 1 everywhere if left out
-    teacher_log_probs   finite numbers, one a token
-    arrays              {name: [rows, ...]}, one row a token: other named arrays (samplestore.arrays)
-    reward              a finite number: settles the stage "reward" of a run that has one
-    status              completed | truncated
+What an export wrote (samplestore.portablefiles) comes back as it was: segments, versions, rewards, statuses. Rows of
+prompts and responses are those of samplestore.importrows.
 """
 
 from __future__ import annotations
@@ -17,225 +9,145 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from samplestore import arrays, codec
-from samplestore.arrays import TEACHER, Prepared
-from samplestore.errors import InvalidSegment, SampleStoreError
-from samplestore.promptfiles import InvalidRow, PromptFile, PromptFileError, ReadRow
+from samplestore import portablefiles
+from samplestore.importrows import DATASET, MAX_SAMPLES, Groups, Imported, read
+from samplestore.portable import PortableSample
+from samplestore.promptfiles import InvalidImport, InvalidRow, PromptFile, PromptFileError
 from samplestore.prompts import Prompt, prepare
-from samplestore.rowvalues import BadValue, parsed
-from samplestore.states import SampleStatus
-from samplestore.types import Floats, Ids
+from samplestore.rowvalues import BadValue
+from samplestore.slime_samples import together
+from samplestore.states import FINISHED
 
-DATASET = "imported"
-MAX_SAMPLES = 4096  # of a group
+__all__ = [
+    "DATASET", "Imported", "InvalidImport", "Source", "checked", "look_through", "read", "read_portable", "rereadable",
+    "same",
+]  # fmt: skip
+
 MAX_NAMED = 1000  # refused rows that an error holds
-LISTED = 20
-IDS, LOGPROBS = ("response_ids", "tokens"), ("log_probs", "rollout_log_probs")
-FIELDS = (*IDS, *LOGPROBS, "loss_mask", TEACHER, "arrays", "reward", "status")
 
 
-class InvalidImport(SampleStoreError):
-    """Rows that were refused; nothing of the file was stored. `rows` has the first 1000, the message the first 20."""
+class Source:
+    """What is to be imported, readable as often as wanted: rows, PortableSamples, or a file of either.
 
-    def __init__(self, source: str, rows: list[InvalidRow], refused: int) -> None:
-        self.source, self.rows, self.refused = source, rows, refused
-        listed = "\n".join(f"  {row}" for row in rows[:LISTED])
-        more = f"\n  and {refused - LISTED:,} more" if refused > LISTED else ""
-        what = "1 row was" if refused == 1 else f"{refused:,} rows were"
-        super().__init__(
-            f"{source}: {what} refused, nothing of it was stored:\n{listed}{more}\n"
-            "Correct the file, and run again: samplestore import-samples FILE --run NAME"
-        )
+    name       in messages
+    manifest   what an export says of its run, where there is one
+    versions   the weight versions that `groups` has met so far
+    """
 
+    def __init__(self, rows: Iterable[Any], name: str) -> None:
+        self.rows, self.name = rows, name
+        self.manifest: dict[str, Any] | None = getattr(rows, "manifest", None)
+        self.versions: set[int] = set()
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Response:
-    """ids int32 [n]; logprobs float32 [n], 0 where a masked token has none, or None; loss uint8 [n]."""
+    def groups(self, tokenizer: Any, dataset: str | None) -> Groups:
+        """See `read` and `read_portable`."""
+        if isinstance(self.rows, portablefiles.PortableFile):
+            return self._met(read_portable(self.rows, dataset=dataset))
+        if isinstance(self.rows, list) and self.rows and all(isinstance(r, PortableSample) for r in self.rows):
+            listed = ((self.name, place, one) for place, one in enumerate(self.rows, 1))
+            return self._met(read_portable(listed, dataset=dataset))
+        return read(self.rows, tokenizer, dataset=dataset or DATASET, source=self.name)
 
-    ids: Ids
-    logprobs: Floats | None
-    loss: npt.NDArray[np.uint8]
-    named: tuple[Prepared, ...]
-    reward: float | None
-    status: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Imported:
-    """A group to import. key: hex sha256 of all that it says."""
-
-    key: str
-    prompt: Prompt
-    responses: tuple[Response, ...]
+    def _met(self, groups: Groups) -> Groups:
+        for one in groups:
+            if isinstance(one, Imported):
+                pieces = (p for s in one.samples for p in s.pieces if p.version_min is not None)
+                self.versions.update(v for p in pieces for v in (p.version_min, p.version_max) if v is not None)
+            yield one
 
 
-def read(
-    rows: Iterable[ReadRow | Mapping[str, Any]], tokenizer: Any = None, *, dataset: str = DATASET, source: str = "rows"
-) -> Iterator[Imported | InvalidRow]:
-    """Rows (mappings, or what a PromptFile yields) to groups, one by one; what can't be one becomes an InvalidRow.
-    Raises TokenizerNeeded and what loading a tokenizer raises."""
-    waiting: deque[tuple[int, Any]] = deque()
-
-    def prompts_only() -> Iterator[Any]:
-        for count, given in enumerate(rows, 1):
-            line, row = given if isinstance(given, tuple) else (count, given)
-            if isinstance(row, Mapping):
-                waiting.append((line, {k: v for k, v in row.items() if k in FIELDS or k == "samples"}))
-                yield line, {k: v for k, v in row.items() if k not in FIELDS and k != "samples"}
-            else:
-                waiting.append((line, None))
-                yield row
-
-    for prompt in prepare(prompts_only(), tokenizer, dataset=dataset, source=source):
-        line, said = waiting.popleft()
-        if isinstance(prompt, InvalidRow):
-            yield prompt
+def read_portable(rows: Iterable[portablefiles.Read], *, dataset: str | None = None) -> Groups:
+    """Samples of exports (file, line, sample) to groups, one by one. `dataset`: of all, instead of their own."""
+    for given in portablefiles.groups(rows):
+        if isinstance(given, InvalidRow):
+            yield given
             continue
         try:
-            responses = _responses(said)
+            yield _portable_group([one for _, _, one in given], dataset)
         except BadValue as error:
-            yield InvalidRow(source, line, error.field or "(row)", error.reason, error.shown)
-            continue
-        yield Imported(_key(prompt, responses), prompt, responses)
+            source, line, _ = given[0]
+            yield InvalidRow(source, line, error.field or "(group)", error.reason, error.shown)
 
 
-def _responses(said: dict[str, Any]) -> tuple[Response, ...]:
-    if said.get("samples") is None:
-        return (_response(said),)
-    listed = parsed(said, "samples", list)
-    others = [k for k, v in said.items() if k != "samples" and v is not None]
-    if others:
-        raise BadValue("stands beside samples: a row has one response, or a list of them", field=others[0])
-    if not 1 <= len(listed) <= MAX_SAMPLES:
-        raise BadValue(f"has {len(listed)} samples, expected 1 to {MAX_SAMPLES}", field="samples")
-    made = []
-    for i, item in enumerate(listed):
-        if not isinstance(item, dict):
-            raise BadValue("is not an object", item, f"samples[{i}]")
-        unknown = next((k for k in item if k not in FIELDS), None)
-        try:
-            if unknown is not None:
-                raise BadValue(f"is not one of {', '.join(FIELDS)}", item[unknown], str(unknown)[:80])
-            made.append(_response(item))
-        except BadValue as error:
-            raise error.inside(i).inside("samples") from None
-    return tuple(made)
+def _portable_group(given: list[PortableSample], dataset: str | None) -> Imported:
+    samples = sorted(together(given), key=lambda one: one.sample)
+    if len(samples) > MAX_SAMPLES:
+        raise BadValue(f"has {len(samples)} samples, expected 1 to {MAX_SAMPLES}", field="group")
+    places = [one.sample for one in samples]
+    if twice := next((p for p in places if places.count(p) > 1), None):
+        raise BadValue(f"sample {twice} stands twice in one group", samples[0].id, "id")
+    roots = [one for one in samples if one.parent is None]
+    for one in samples:
+        if one.parent is not None and one.parent not in [r.sample for r in roots]:
+            raise BadValue(f"is {one.parent}, which is not among the rows of its group", one.id, "parent")
+    for one in samples:
+        _require_whole(one, {r.sample: r for r in roots})
+    for one in roots[1:]:
+        if not np.array_equal(one.prompt_ids, roots[0].prompt_ids) or one.prompt != roots[0].prompt:
+            raise BadValue("differs within one group", one.id, "prompt_ids")
+    first = roots[0]
+    row = {
+        ("prompt" if isinstance(first.prompt, str) else "messages"): first.prompt or None,
+        "prompt_ids": first.prompt_ids, "label": first.label, "metadata": first.metadata, "tools": first.tools,
+        "chat_template_kwargs": first.template_args, "dataset": dataset or first.dataset,
+        "images": list(first.images) or None,
+    }  # fmt: skip
+    prompt = next(iter(prepare([{k: v for k, v in row.items() if v is not None}])))
+    if isinstance(prompt, InvalidRow):
+        raise BadValue(prompt.reason, field=prompt.field)
+    origin = None if first.run_uuid is None else f"{first.run_uuid}/{first.group}"
+    return Imported(_portable_key(prompt, samples), prompt, tuple(samples), origin)
 
 
-def _response(said: Mapping[str, Any]) -> Response:
-    ids_key, ids = _one_of(said, IDS)
-    if ids is None:
-        raise BadValue(f"is missing; give {' or '.join(IDS)}, or samples", field=IDS[0])
-    probs_key, probs = _one_of(said, LOGPROBS)
-    try:
-        tokens = codec.token_ids(ids, ids_key)
-        if not tokens.size:
-            raise BadValue("has no tokens", field=ids_key)
-        loss = _mask(said.get("loss_mask"), tokens.size)
-        logprobs = None if probs is None else _logprobs(probs_key, probs, loss)
-        named = _named(said, tokens.size)
-    except InvalidSegment as error:
-        raise BadValue(error.reason, field=error.field or ids_key) from error
-    return Response(tokens, logprobs, loss, named, _reward(said.get("reward")), _status(said.get("status")))
+def _require_whole(one: PortableSample, roots: dict[int, PortableSample]) -> None:
+    """Raises BadValue for what the store could not keep as it is said."""
+    if one.status in FINISHED and one.parent is None and not one.response_ids.size:
+        raise BadValue(f"has no tokens, and the sample is {one.status}", one.id, "response_ids")
+    if one.parent is None or one.parent_upto is None:
+        return
+    parent, shared = roots[one.parent], slice(one.parent_upto)
+    if one.parent_upto > parent.response_ids.size:
+        why = f"is {one.parent_upto}, and the parent has {parent.response_ids.size} tokens"
+        raise BadValue(why, one.id, "parent_upto")
+    there = np.zeros(parent.response_ids.size, np.float32) if (p := parent.rollout_log_probs) is None else p
+    here = there if one.rollout_log_probs is None else one.rollout_log_probs
+    for field, mine, theirs in (
+        ("prompt_ids", one.prompt_ids, parent.prompt_ids),
+        ("response_ids", one.response_ids[shared], parent.response_ids[shared]),
+        ("rollout_log_probs", here[shared], there[shared]),
+    ):
+        if not np.array_equal(mine, theirs):
+            raise BadValue("differs from the parent's in what they share", one.id, field)
 
 
-def _one_of(said: Mapping[str, Any], keys: tuple[str, str]) -> tuple[str, Any]:
-    given = [k for k in keys if said.get(k) is not None]
-    if len(given) > 1:
-        raise BadValue(f"stands beside {given[0]}", field=given[1])
-    return (given[0], said[given[0]]) if given else (keys[0], None)
-
-
-def _mask(value: Any, n: int) -> npt.NDArray[np.uint8]:
-    if value is None:
-        return np.ones(n, np.uint8)
-    mask = codec.token_ids(value, "loss_mask")
-    if mask.size != n:
-        raise BadValue(f"has {mask.size} values for {n} tokens", field="loss_mask")
-    if mask.size and int(mask.max()) > 1:
-        raise BadValue("must be 0 or 1", int(mask.max()), "loss_mask")
-    return mask.astype(np.uint8)
-
-
-def _logprobs(key: str, value: Any, loss: npt.NDArray[np.uint8]) -> Floats:
-    """Masked tokens may have none (null): no model made them."""
-    if isinstance(value, list | tuple) and len(value) == loss.size:
-        if None in value:
-            value = [0.0 if v is None and not keep else v for v, keep in zip(value, loss.tolist(), strict=True)]
-        value = np.asarray(value, np.float64) if _numbers(value) else value
-    try:
-        probs = codec.finite_logprobs(value, loss.size, required=True)
-    except InvalidSegment as error:
-        raise BadValue(error.reason, field=key) from error
-    assert probs is not None
-    return probs
-
-
-def _named(said: Mapping[str, Any], n: int) -> tuple[Prepared, ...]:
-    given: dict[str, Any] = {} if said.get(TEACHER) is None else {TEACHER: said[TEACHER]}
-    for name, value in (parsed(dict(said), "arrays", dict) or {}).items():
-        if name in (TEACHER, arrays.EXPERTS):
-            raise BadValue(f"can't be given under arrays: {name}", field=f"arrays.{name}")
-        given[name] = value
-    made = []
-    for name, value in given.items():
-        array = np.asarray(value, np.float32) if name == TEACHER and _numbers(value) else value
-        one = arrays.prepare(name, array)
-        arrays.require_rows(one, 0, n, rows=n)
-        made.append(one)
-    return tuple(made)
-
-
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and set(map(type, value)) <= {int, float}  # no bool; a list of 10,000 at C's speed
-
-
-def _reward(value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
-        raise BadValue("must be a finite number", value, "reward")
-    return float(value)
-
-
-def _status(value: Any) -> str:
-    if value is None:
-        return SampleStatus.COMPLETED.value
-    if value not in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED):
-        raise BadValue("must be completed or truncated", value, "status")
-    return str(value)
-
-
-def _key(prompt: Prompt, responses: tuple[Response, ...]) -> str:
+def _portable_key(prompt: Prompt, samples: list[PortableSample]) -> str:
     digest = hashlib.sha256(prompt.content_key.encode())
-    for r in responses:
-        digest.update(f"|{r.ids.size}|{r.logprobs is None}|{r.reward!r}|{r.status}|".encode())
-        digest.update(r.ids.tobytes() + r.loss.tobytes() + (b"" if r.logprobs is None else r.logprobs.tobytes()))
-        for one in r.named:
-            digest.update(f"|{one.name}|{one.dtype}|{one.shape}|".encode() + (one.data or b""))
+    for one in samples:
+        says = [one.sample, one.incarnation, one.status, one.finish_reason, one.reward, one.removed, one.parent]
+        said = repr([*says, one.parent_upto, one.pieces, one.rewards, one.rollout_log_probs is None])
+        digest.update(said.encode() + one.own_ids.tobytes() + one.own_log_probs.tobytes())
+        for seq, array in one.named:
+            digest.update(f"|{seq}|{array.name}|{array.dtype}|{array.shape}|".encode() + (array.data or b""))
     return digest.hexdigest()
 
 
 @contextmanager
-def rereadable(rows: Iterable[Any] | str | Path) -> Iterator[tuple[Iterable[Any], str]]:
-    """(rows that can be read as often as wanted, their name in messages). A pipe gives its bytes once, and nothing at
-    the second reading: it is copied to a temporary file first. Raises PromptFileError."""
+def rereadable(rows: Iterable[Any] | str | Path) -> Iterator[Source]:
+    """What is to be imported. A pipe gives its bytes once, and nothing at the second reading: it is copied to a
+    temporary file first. Raises PromptFileError, SlimeFileError, MissingExtra."""
     if not isinstance(rows, str | Path):
-        yield list(rows), "rows"
+        yield Source(list(rows), "rows")
         return
     path = Path(rows)
     if path.is_file() or path.is_dir() or not path.exists():
-        yield PromptFile(path), str(path)
+        yield Source(portablefiles.opened(path, str(path)) or PromptFile(path), str(path))
         return
     with tempfile.NamedTemporaryFile(prefix="samplestore-import-") as copy:
         try:
@@ -247,25 +159,33 @@ def rereadable(rows: Iterable[Any] | str | Path) -> Iterator[tuple[Iterable[Any]
             raise PromptFileError(str(path), why) from error
         file = PromptFile(copy.name)
         file.name = str(path)
-        yield file, str(path)
+        yield Source(portablefiles.opened(Path(copy.name), str(path)) or file, str(path))
 
 
-def digest_of(groups: Iterable[Imported]) -> bytes:
-    """Of the keys of all groups, in their order."""
-    digest = hashlib.sha256()
+def look_through(groups: Iterable[Imported]) -> tuple[bytes, int]:
+    """(digest of the keys of all groups in their order, how many there are)."""
+    digest, n = hashlib.sha256(), 0
     for one in groups:
-        digest.update(one.key.encode())
-    return digest.digest()
+        digest.update(one.import_key.encode())
+        n += 1
+    return digest.digest(), n
 
 
-def same(groups: Iterable[Imported], seen: bytes, source: str) -> Iterator[Imported]:
+def same(
+    groups: Iterable[Imported],
+    seen: tuple[bytes, int],
+    source: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Imported]:
     """The groups; PromptFileError at the end unless their digest is that of the reading before. What is stored is what
     was looked through, and not what a file has become since."""
     digest = hashlib.sha256()
-    for one in groups:
-        digest.update(one.key.encode())
+    for n, one in enumerate(groups, 1):
+        digest.update(one.import_key.encode())
         yield one
-    if digest.digest() != seen:
+        if progress is not None and (n % 100 == 0 or n == seen[1]):
+            progress(n, seen[1])
+    if digest.digest() != seen[0]:
         raise PromptFileError(source, "was changed while it was read, and nothing of it was stored. Run this again")
 
 

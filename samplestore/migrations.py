@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ from samplestore.errors import DatabaseMissing, SampleStoreError, SchemaMismatch
 if TYPE_CHECKING:
     from alembic.config import Config
 
-REVISION = "0004"  # the head of alembic/versions; a test compares. Kept here so that opening needs no Alembic.
+REVISION = "0005"  # the head of alembic/versions; a test compares. Kept here so that opening needs no Alembic.
 ADVISORY_LOCK = 7_236_001
 
 
@@ -148,6 +150,23 @@ def _run(connection: Connection, revision: str, direction: str) -> None:
     from alembic import command
 
     getattr(command, direction)(alembic_config(connection), revision)
+
+
+@contextmanager
+def views_aside(connection: Connection) -> Iterator[None]:
+    """For a migration that changes tables which views read: without the views, which are made again afterwards from the
+    text that the database itself has. Both databases refuse such changes otherwise: PostgreSQL to drop a column or to
+    change its type, SQLite to make a table anew, since the views would name one that is not there for a moment."""
+    found = sa.inspect(connection)
+    texts = {name: found.get_view_definition(name) for name in found.get_view_names()}
+    for name in texts:
+        connection.exec_driver_sql(f'DROP VIEW "{name}"')
+    yield
+    for name, text in texts.items():
+        assert text is not None
+        # SQLite keeps the statement, PostgreSQL the query; and its driver takes a bare % for a parameter.
+        sqlite = connection.dialect.name == "sqlite"
+        connection.exec_driver_sql(text if sqlite else f'CREATE VIEW "{name}" AS {text}'.replace("%", "%%"))
 
 
 def differences(database: Database) -> list[Any]:

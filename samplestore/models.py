@@ -4,6 +4,8 @@ Alembic is the only way to a database with this schema (alembic/versions); a tes
 Times are seconds since the epoch by the database's clock. Ids never leave a database; the portable id of a
 sample is run_uuid/group/sample/incarnation. Blobs stand last in their row, so that reading the columns before
 them never touches the overflow pages.
+
+Relationships and the properties that decode payloads are for readers in `store.session()`; nothing is written by them.
 """
 
 from __future__ import annotations
@@ -27,9 +29,14 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 from samplestore import states
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from samplestore.types import Floats, Ids
 
 # BigInteger would not become SQLite's autoincrementing rowid, hence the variant.
 Id = BigInteger().with_variant(Integer, "sqlite")
@@ -47,6 +54,11 @@ def one_of(column: str, values: Iterable[str]) -> str:
 
 def partial(where: str) -> dict[str, Any]:
     return {"sqlite_where": text(where), "postgresql_where": text(where)}
+
+
+def related(doc: str, join: str | None = None, order: str | None = None) -> Any:
+    """Rows of another table, loaded when they are first asked for. join: where no single foreign key says it."""
+    return relationship(primaryjoin=join, order_by=order or False, viewonly=True, doc=doc)
 
 
 class Base(DeclarativeBase):
@@ -116,6 +128,8 @@ class Timeline(Base):
     forked_at_step: Mapped[int | None]
     created_at: Mapped[float]
 
+    run: Mapped[Run] = related("")
+
 
 class WeightVersionRow(Base):
     """A set of weights. depth and common_depth make staleness a subtraction (statements/staleness.py)."""
@@ -134,6 +148,8 @@ class WeightVersionRow(Base):
     path: Mapped[str | None]
     created_at: Mapped[float]
     abandoned_at: Mapped[float | None] = mapped_column(comment="when a rewind left it behind")
+
+    run: Mapped[Run] = related("")
 
 
 class PromptRow(Base):
@@ -162,6 +178,16 @@ class PromptRow(Base):
     prompt_ids: Mapped[bytes] = mapped_column(comment="int32 little-endian")
     dataset_position: Mapped[int | None] = mapped_column(comment="dense within its data set")
     images: Mapped[Any | None] = mapped_column(Json, comment="digests of its images, in order")
+
+    run: Mapped[Run] = related("")
+    groups: Mapped[list[SampleGroup]] = related("made of it, by number", order="SampleGroup.number")
+
+    @property
+    def tokens(self) -> Ids:
+        """Token ids, int32 [n_tokens]."""
+        from samplestore import codec  # it loads numpy, which commands can do without
+
+        return codec.ids_from(self.prompt_ids)
 
 
 class PromptImage(Base):
@@ -210,6 +236,11 @@ class EvaluationRow(Base):
     created_at: Mapped[float]
     sampling: Mapped[dict[str, Any]] = mapped_column(Json, comment="over the run's")
 
+    run: Mapped[Run] = related("")
+    groups: Mapped[list[SampleGroup]] = related(
+        "generated for it, by number", "EvaluationRow.id == foreign(SampleGroup.evaluation_id)", "SampleGroup.number"
+    )
+
 
 class SampleGroup(Base):
     """samples_per_prompt samples of one prompt: what is trained on, filtered, dropped as one."""
@@ -251,6 +282,11 @@ class SampleGroup(Base):
     pruned_at: Mapped[float | None] = mapped_column(comment="when its tokens went")
     evaluation_id: Mapped[int | None] = mapped_column(comment="NULL: it is there to be trained on")
     import_key: Mapped[str | None] = mapped_column(comment="what an import came from")
+
+    run: Mapped[Run] = related("")
+    prompt: Mapped[PromptRow] = related("")
+    samples: Mapped[list[Sample]] = related("by index", order="Sample.index")
+    memberships: Mapped[list[BatchGroup]] = related("batches that hold or held it", order="BatchGroup.batch_id")
 
 
 class Sample(Base):
@@ -317,6 +353,41 @@ class Sample(Base):
         default=0, server_default=text("0"), comment="trained tokens that came without a log-prob (imports)"
     )
 
+    run: Mapped[Run] = related("")
+    group: Mapped[SampleGroup] = related("")
+    segments: Mapped[list[Segment]] = related(
+        "of its present life, in order",
+        "and_(Sample.id == foreign(Segment.sample_id), Sample.incarnation == foreign(Segment.incarnation))",
+        "Segment.seq",
+    )
+    all_segments: Mapped[list[Segment]] = related("of every life", order="(Segment.incarnation, Segment.seq)")
+    requests: Mapped[list[Request]] = related("calls to engines, in order", order="Request.id")
+    stages: Mapped[list[Stage]] = related("rewards and the like, of every life", order="Stage.id")
+    episode_steps: Mapped[list[EpisodeStep]] = related(
+        "of every life", order="(EpisodeStep.incarnation, EpisodeStep.number)"
+    )
+    parent: Mapped[Sample | None] = relationship(
+        primaryjoin="foreign(Sample.parent_id) == remote(Sample.id)", viewonly=True, doc="whose prefix a fork shares"
+    )
+    forks: Mapped[list[Sample]] = related("", "Sample.id == foreign(Sample.parent_id)", "Sample.id")
+
+    @property
+    def tokens(self) -> Ids:
+        """Response token ids of its present life, int32 [n_tokens]; of a fork without what it shares with its parent.
+        Raises TokensPruned."""
+        return _joined([segment.tokens for segment in self.segments], "int32")
+
+    @property
+    def logprobs(self) -> Floats:
+        """Log-probs beside `tokens`, float32 [n_tokens]; NaN where a token has none. Raises TokensPruned."""
+        parts = [(segment.logprobs, segment.n_tokens) for segment in self.segments]
+        return _joined([_nan(n) if probs is None else probs for probs, n in parts], "float32")
+
+    @property
+    def loss_mask(self) -> Ids:
+        """Which of `tokens` are trained on, int32 [n_tokens] of 0 and 1, before any policy of a batch."""
+        return _joined([[segment.loss] * segment.n_tokens for segment in self.segments], "int32")
+
 
 class Segment(Base):
     """An append-only run of tokens of one sample. A flush is a row."""
@@ -345,6 +416,40 @@ class Segment(Base):
     logprob_sum: Mapped[float]
     created_at: Mapped[float]
     payload: Mapped[bytes] = mapped_column(comment="codec.py: format byte, ids int32, log-probs float32")
+
+    sample: Mapped[Sample] = related("")
+    arrays: Mapped[list[SegmentArray]] = related(
+        "named arrays beside it",
+        "and_(Segment.sample_id == foreign(SegmentArray.sample_id), Segment.seq == foreign(SegmentArray.seq), "
+        "Segment.incarnation == foreign(SegmentArray.incarnation))",
+        "SegmentArray.name",
+    )
+
+    @property
+    def tokens(self) -> Ids:
+        """Token ids, int32 [n_tokens]. Raises TokensPruned, ValueError where the payload is damaged."""
+        from samplestore import codec
+
+        return codec.decode(self.payload)[0]
+
+    @property
+    def logprobs(self) -> Floats | None:
+        """Log-probs, float32 [n_tokens]; None where they came without. Raises as `tokens` does."""
+        from samplestore import codec
+
+        return codec.decode(self.payload)[1]
+
+
+def _joined(parts: list[Any], dtype: str) -> npt.NDArray[Any]:
+    import numpy as np
+
+    return np.concatenate([np.empty(0, dtype), *(np.asarray(part, dtype) for part in parts)])
+
+
+def _nan(n: int) -> Any:
+    import numpy as np
+
+    return np.full(n, np.nan, np.float32)
 
 
 class SegmentArray(Base):
@@ -406,6 +511,9 @@ class Stage(Base):
     settled_at: Mapped[float | None]
     details: Mapped[dict[str, Any] | None] = mapped_column(Json)
 
+    sample: Mapped[Sample | None] = related("")
+    group: Mapped[SampleGroup] = related("")
+
 
 class EpisodeStep(Base):
     """A recorded call of a multi-turn episode: `started` before, `done` after (workers/episodes.py)."""
@@ -428,6 +536,8 @@ class EpisodeStep(Base):
     start: Mapped[int | None] = mapped_column(comment="response position where it began")
     stop: Mapped[int | None] = mapped_column(comment="response position where it ended")
     asked: Mapped[Any | None] = mapped_column(Json, comment="what the function asked for; a replay must ask the same")
+
+    sample: Mapped[Sample] = related("")
 
 
 class Worker(Base):
@@ -457,6 +567,8 @@ class Worker(Base):
     ended_at: Mapped[float | None]
     error: Mapped[str | None] = mapped_column(comment="fatal error, shown to a waiting trainer")
     info: Mapped[dict[str, Any]]
+
+    run: Mapped[Run] = related("")
 
 
 class EngineRow(Base):
@@ -493,6 +605,8 @@ class EngineRow(Base):
     release: Mapped[str | None] = mapped_column(comment="the version of SGLang")
     running: Mapped[int | None] = mapped_column(comment="requests when last seen")
     queued: Mapped[int | None]
+
+    run: Mapped[Run] = related("")
 
 
 class Request(Base):
@@ -532,6 +646,9 @@ class Request(Base):
     sampling_seed: Mapped[int | None] = mapped_column(comment="the seed that was asked for")
     greedy: Mapped[int | None] = mapped_column(comment="1: temperature 0, no draw at all")
 
+    sample: Mapped[Sample] = related("")
+    worker: Mapped[Worker | None] = related("", "foreign(Request.worker_id) == Worker.id")
+
 
 class BatchRow(Base):
     """Groups leased by a trainer for one step."""
@@ -568,6 +685,9 @@ class BatchRow(Base):
     policy: Mapped[dict[str, Any]]
     plan: Mapped[Any | None] = mapped_column(Json)
 
+    run: Mapped[Run] = related("")
+    members: Mapped[list[BatchGroup]] = related("its groups, in order", order="BatchGroup.position")
+
 
 class BatchGroup(Base):
     """Which groups a batch holds. The partial unique index is the proof that a group is in one live batch."""
@@ -584,6 +704,9 @@ class BatchGroup(Base):
     position: Mapped[int]
     state: Mapped[str] = mapped_column(default="leased")
     staleness: Mapped[int | None] = mapped_column(comment="at the lease")
+
+    batch: Mapped[BatchRow] = related("")
+    group: Mapped[SampleGroup] = related("")
 
 
 class LedgerTotal(Base):
@@ -618,3 +741,8 @@ class Event(Base):
     version: Mapped[int | None]
     tokens: Mapped[int | None]
     details: Mapped[dict[str, Any] | None] = mapped_column(Json)
+
+    run: Mapped[Run] = related("")
+    sample: Mapped[Sample | None] = related("", "foreign(Event.sample_id) == Sample.id")
+    group: Mapped[SampleGroup | None] = related("", "foreign(Event.group_id) == SampleGroup.id")
+    worker: Mapped[Worker | None] = related("", "foreign(Event.worker_id) == Worker.id")

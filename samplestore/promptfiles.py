@@ -20,6 +20,7 @@ from samplestore.errors import MissingExtra, SampleStoreError
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 PARQUET_ROWS = 256  # rows held at once
+LISTED = 20  # refused rows that a message lists
 SHOWN = 80  # characters of an offending value that a message repeats
 
 _UTF8_BOM = b"\xef\xbb\xbf"
@@ -54,12 +55,29 @@ class InvalidRow:
         return {name: getattr(self, name) for name in ("source", "line", "field", "reason", "shown")}
 
 
+class InvalidImport(SampleStoreError):
+    """Rows that were refused; nothing of the file was stored. `rows` has the first 1000, the message the first 20."""
+
+    def __init__(self, source: str, rows: list[InvalidRow], refused: int) -> None:
+        self.source, self.rows, self.refused = source, rows, refused
+        listed = "\n".join(f"  {row}" for row in rows[:LISTED])
+        more = f"\n  and {refused - LISTED:,} more" if refused > LISTED else ""
+        what = "1 row was" if refused == 1 else f"{refused:,} rows were"
+        super().__init__(
+            f"{source}: {what} refused, nothing of it was stored:\n{listed}{more}\n"
+            "Correct the file, and run again: samplestore import FILE --run NAME"
+        )
+
+
 ReadRow: TypeAlias = tuple[int, dict[str, Any]] | InvalidRow
 
 
 def show(value: Any) -> str:
     """A value for an error message: bounded, and escaped so that a file can't send control codes to a terminal."""
-    text = _repr.repr(value)
+    try:
+        text = _repr.repr(value)
+    except ValueError:  # Python writes no whole number of more than 4300 digits
+        text = f"a large {type(value).__name__}"
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -106,6 +106,14 @@ class _Walk:
         self.left -= n_bytes
         if self.left < 0:
             raise BadValue(f"makes the row larger than {self.max_bytes:,} bytes")
+
+
+def is_finite(value: Any) -> TypeGuard[float]:
+    """Whether it is a number that a float holds, and no bool."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def token_ids(value: Any) -> Ids:

@@ -7,24 +7,30 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
 from samplestore import arrays, imports
-from samplestore.arrayfiles import ArrayFiles, open_files, to_file
+from samplestore.arrayfiles import ArrayFiles, keep, open_files
 from samplestore.arrays import Prepared
-from samplestore.batches import Batch, replay, take
+from samplestore.asyncbatch import batch_async
+from samplestore.batch import Batch
+from samplestore.batches import mismatch, replay, take
 from samplestore.engine import Database
-from samplestore.errors import AbortTimeout, ArrayFileError
+from samplestore.errors import AbortTimeout, ArrayFileError, InvalidSetting
 from samplestore.evaluations import evaluate
+from samplestore.exportfiles import Exported, export
+from samplestore.exports import Selection
 from samplestore.media import Image
+from samplestore.mismatch import Mismatch
 from samplestore.models import Run as RunRow
 from samplestore.models import WeightVersionRow
 from samplestore.prompts import Prompt, prepare_all
 from samplestore.queries import arrays as named
-from samplestore.queries import check, determinism, experts, images, ledger, simulate, why
+from samplestore.queries import check, determinism, experts, images, ledger, metrics, simulate, why
 from samplestore.queries.evaluation import Evaluation, evaluations
 from samplestore.retention import Pruned, prune
 from samplestore.states import Purpose
@@ -40,6 +46,7 @@ from samplestore.types import (
     StageClaim,
     WeightVersion,
     Why,
+    whole,
 )
 from samplestore.verbs import (
     aborts,
@@ -52,6 +59,7 @@ from samplestore.verbs import (
     rewind,
     samples,
     stages,
+    stale,
     weights,
 )
 from samplestore.verbs import imports as import_verbs
@@ -113,29 +121,73 @@ class Run:
         return Added(done.added, done.existing, invalid)
 
     def import_samples(
-        self, rows: Iterable[Any] | str | Path, *, tokenizer: Any = None, dataset: str = imports.DATASET
+        self,
+        rows: Iterable[Any] | str | Path,
+        *,
+        tokenizer: Any = None,
+        dataset: str | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Added:
-        """Store samples that were generated elsewhere, as finished ones: rows (see samplestore.imports), or a file of
-        them. All of it or nothing; groups whose content is there already are left alone. Rewards and filters run on
-        them as on others. Raises InvalidImport with file, line and field, PromptFileError, InvalidSetting."""
+        """Store samples that were generated elsewhere: what `export` wrote (a folder or file, by any format), slime's
+        debug rollouts (a file, or a path with {rollout_id} in it), PortableSamples; or rows of prompts and responses
+        (see samplestore.imports), or a file of them. All of it or nothing. Groups that are there already are left
+        alone: those of an export by their portable id, others by their content. Rewards and filters run on them as on
+        others.
+
+        dataset    of rows that do not say one ("imported" if left out); of an export, of all its prompts
+        progress   called with (groups stored, groups in all), now and then
+        Raises InvalidImport with file, line and field, PromptFileError, SlimeFileError, ImportConflict, InvalidSetting,
+        MissingExtra.
+        """
         loaded = None if tokenizer is None else as_tokenizer(tokenizer)
         self.tokenizer = loaded if self.tokenizer is None else self.tokenizer
-        with imports.rereadable(rows) as (again, source):
+        with imports.rereadable(rows) as source:
 
             def groups_of() -> Iterator[imports.Imported]:
-                return imports.checked(imports.read(again, loaded, dataset=dataset, source=source), source)
+                return imports.checked(source.groups(loaded, dataset), source.name)
 
             # Looked through before the database is held; read again to be stored, so that memory holds a few groups at
             # a time, and a row that is refused is refused before anything is written.
-            seen = imports.digest_of(groups_of())
+            seen = imports.look_through(groups_of())
             return self.transact(
-                lambda tx: import_verbs.import_groups(tx, imports.same(groups_of(), seen, source), self._kept),
+                lambda tx: import_verbs.import_groups(
+                    tx, imports.same(groups_of(), seen, source.name, progress), self._kept, source.manifest,
+                    source.versions,
+                ),
                 durable=True,
-            )
+            )  # fmt: skip
+
+    def export(
+        self,
+        to: str | Path,
+        *,
+        format: str = "parquet",
+        steps: tuple[int, int] | None = None,
+        statuses: Sequence[str] = (),
+        arrays: Sequence[str] = (),
+        tokenizer: Any = None,
+        force: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Exported:
+        """Write samples with all that a trainer or an analyst wants, one row each, as `import_samples` takes them back.
+
+        to         parquet: a folder, with files by step; jsonl: a file (.gz is compressed); slime: a path with
+                   {rollout_id} in it, a file for each committed step
+        steps      first and last committed step; None is all groups, those without a step too
+        statuses   of samples; empty is any
+        arrays     named arrays to write, or ["all"]
+        tokenizer  to write the text of responses too
+        force      replace an export that is there
+        progress   called with (groups done, groups in all)
+        Evaluations are left out, and groups whose tokens were pruned. Raises ExportExists, NothingToExport,
+        InvalidSetting, MissingExtra, OSError.
+        """
+        chosen = Selection(steps, tuple(statuses), tuple(arrays))
+        loaded = None if tokenizer is None else as_tokenizer(tokenizer)
+        return export(self, to, format=format, selection=chosen, tokenizer=loaded, force=force, progress=progress)
 
     def _kept(self, made: Prepared) -> Prepared:
-        large = self.settings.array_url is not None and made.n_bytes >= self.settings.array_file_bytes
-        return to_file(self.array_files(), made) if large else made
+        return keep(self.settings, self.array_files, made)
 
     def admit(self) -> int:
         """Create groups until the window is full: (max_staleness + 1) x groups_per_step. Returns how many."""
@@ -231,6 +283,21 @@ class Run:
     def drop(self, group_ids: Sequence[int], reason: str) -> int:
         """Drop groups; owners of their samples get LeaseLost."""
         return self.transact(lambda tx: groups.drop(tx, group_ids, reason))
+
+    def expire(
+        self, group_ids: Sequence[int] | None = None, *, max_staleness: int | None = None, reason: str | None = None
+    ) -> int:
+        """Close groups as stale: those named, for a `reason`, or all that are more than `max_staleness` versions
+        behind. Owners of their samples get LeaseLost. A rewind that makes them fresh again brings them back. Returns
+        how many. Raises InvalidTransition, NotInRun, InvalidSetting."""
+        if (group_ids is None) == (max_staleness is None):
+            raise InvalidSetting("expire", None, "either group_ids or max_staleness")
+        if group_ids is None:
+            window = whole("max_staleness", max_staleness, 0)
+            return self.transact(lambda tx: stale.expire_beyond(tx, window, reason))
+        if not reason:
+            raise InvalidSetting("reason", reason, "a few words: why")
+        return self.transact(lambda tx: groups.expire(tx, group_ids, reason))
 
     # -- stages
 
@@ -365,13 +432,19 @@ class Run:
     # -- batches
 
     def batch(self, step: int, groups: int | None = None, **options: Any) -> Batch:
-        """Wait for a batch and lease it; a context manager that commits on a clean exit and releases on an error.
-        See samplestore.batches.take for the options."""
+        """Wait for a batch and lease it; a context manager that commits on a clean exit and releases on an error. With
+        `rank` and `world` the part of one rank. See samplestore.batches.take for the options."""
         return take(self, step, groups, **options)
 
-    def replay(self, step: int) -> Batch:
-        """The committed batch of a step again: same groups, same order, same settings."""
-        return replay(self, step)
+    def batch_async(self, step: int, groups: int | None = None, **options: Any) -> AbstractAsyncContextManager[Batch]:
+        """The same for `async with`: waiting, reading, commit and release do not hold up the event loop. See
+        samplestore.asyncbatch."""
+        return batch_async(self, step, groups, **options)
+
+    def replay(self, step: int, *, rank: int = 0, world: int = 1) -> Batch:
+        """The committed batch of a step again, or the part of a rank: same groups, same order, same settings. Raises
+        SampleStoreError if there is none, TokensPruned."""
+        return replay(self, step, rank, world)
 
     def rewind(self, step: int) -> WeightVersion:
         """Go back to the checkpoint of `step`: groups that it has not seen are ready again, a new timeline starts,
@@ -422,9 +495,20 @@ class Run:
         See queries.simulate."""
         return simulate.simulate(self.database, self.id, self.settings, max_staleness, staleness_mode, stale)
 
+    def mismatch(self, step: int | None = None) -> Mismatch:
+        """How far the log-probs that batch.record_logprobs stored are from those of the engines, by token, sample and
+        versions behind; of the newest step that has them where `step` is left out. Raises ArrayNotStored where the step
+        has none, SampleStoreError where there is no such batch, TokensPruned."""
+        return mismatch(self, step)
+
     def ledger(self, exact: bool = False) -> dict[str, Any]:
         """The token ledger; `exact` recounts it from the payloads in one snapshot."""
         return ledger.read(self.database, self.id, exact)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the run now, by stable flat names like "samplestore/groups/ready", for wandb, trackio or
+        TensorBoard. Cheap enough for every step; what is not known is left out. See samplestore.queries.metrics."""
+        return metrics.read(self.database, self.id, self.settings)
 
     def routed_experts(self, sample_id: int) -> tuple[Any, Any]:
         """(experts [rows, layers, top_k], present [rows]); rows = prompt + response tokens - 1. Raises NotInRun."""
@@ -440,7 +524,7 @@ class Run:
 
     def array(self, sample_id: int, name: str) -> tuple[Any, Any]:
         """(rows [n, ...], present [n]) of a named array, n response tokens; see queries.arrays.one. Raises NotInRun,
-        ArrayFileError."""
+        ArrayNotStored for a name that no sample of the run has, ArrayFileError."""
         return named.one(self.database, self.id, sample_id, name, self.array_files)
 
     def check(self) -> list[Finding]:

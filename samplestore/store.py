@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,17 +14,19 @@ from sqlalchemy.orm import Session
 from samplestore import migrations, newruns, readers
 from samplestore.clock import db_now
 from samplestore.engine import Database
-from samplestore.errors import DatabaseMissing, RunNotFound, RunSettingsConflict, SampleStoreError
+from samplestore.errors import DatabaseMissing, RunNotFound, RunSettingsConflict
 from samplestore.models import Run as RunRow
 from samplestore.models import Timeline, WeightVersionRow
 from samplestore.queries import serving
 from samplestore.run import Run
-from samplestore.types import RunSettings
+from samplestore.types import RunSettings, plain_text
 from samplestore.verbs.weights import FIRST_LABEL
 
 log = logging.getLogger("samplestore.store")
 
 table = RunRow.__table__
+MAX_NAME = 200  # characters of a run's name
+UNFINISHED = "(copying "  # how the name of a run begins that a merge or fork still writes: samplestore/hiddenruns.py
 
 
 class Store:
@@ -44,8 +46,7 @@ class Store:
         """
         given = {key: value for key, value in settings.items() if value is not None}
         wanted = RunSettings.parse(given)
-        if not name or len(name) > 200 or "\x00" in name:
-            raise SampleStoreError(f"a run's name has 1 to 200 characters, not {len(name)}")
+        plain_text("run", name, MAX_NAME)
         found = self._find(name)
         if found is None:
             newruns.check(wanted)
@@ -61,10 +62,13 @@ class Store:
         return found
 
     def existing_run(self, name: str | None = None) -> Run:
-        """A run that must exist; without a name the only one, or the newest. Raises RunNotFound."""
+        """A run that must exist; without a name the only one, or the newest. Raises RunNotFound, and InvalidSetting for
+        what can be no name."""
+        if name:
+            plain_text("run", name, MAX_NAME)
         known = self.run_names()
-        if name is None and known:
-            name = known[-1]
+        if name is None:
+            name = next((n for n in reversed(known) if not n.startswith(UNFINISHED)), None)
         found = self._find(name) if name is not None else None
         if found is None:
             raise RunNotFound(name or "", known)
@@ -82,9 +86,8 @@ class Store:
 
     def _create(self, connection: sa.Connection, name: str, settings: RunSettings) -> Run:
         row = connection.execute(sa.select(table).where(table.c.name == name)).one_or_none()
-        if row is None and connection.dialect.name == "postgresql":
-            # Two creators at once: the second would fail on the unique name. SQLite's are one after the other.
-            connection.execute(sa.text("LOCK TABLE run IN SHARE ROW EXCLUSIVE MODE"))
+        if row is None:
+            lock_names(connection)  # two creators at once: the second would fail on the unique name
             row = connection.execute(sa.select(table).where(table.c.name == name)).one_or_none()
         if row is None:
             row = connection.execute(
@@ -108,16 +111,50 @@ class Store:
 
     @contextmanager
     def session(self) -> Iterator[Session]:
-        """A read-only ORM session in one snapshot. Writing through it fails in the database. Fetch and leave: one that
-        stays open is ended, see samplestore.readers. Raises ReadTooLong."""
+        """A read-only SQLAlchemy session in one snapshot: `select(samplestore.Sample).where(...)`. Relationships load
+        when they are first asked for, inside the session. Writing through it fails in the database. Fetch and leave:
+        one that stays open is ended after 5 minutes (PostgreSQL: a minute without a statement). Raises ReadTooLong."""
         with Session(self.database.reader, autoflush=False) as session, readers.limited(session):
             yield session
 
-    def frame(self, table_name: str, run: str | None = None, limit: int = 100_000) -> Any:
-        """A table as a pandas DataFrame, blobs left out. See samplestore.frames."""
+    def frame(
+        self,
+        table_name: str,
+        run: str | None = None,
+        limit: int | None = None,
+        *,
+        columns: Sequence[str] | None = None,
+        step: int | None = None,
+        status: str | None = None,
+        sample_ids: Iterable[int] | None = None,
+        group_ids: Iterable[int] | None = None,
+        versions: Iterable[int] | None = None,
+    ) -> Any:
+        """A pandas DataFrame of one snapshot, newest first, blobs left out. Whole numbers that may be missing are
+        Int64, times are UTC datetimes, JSON is Python objects.
+
+        table_name   runs, prompts, datasets, groups, samples, segments, tokens, stages, requests, batches,
+                     batch_groups, versions, timelines, workers, engines, evaluations, events, ledger, or a view
+        run          name of a run; all of them if left out
+        limit        most rows, by default 100,000, of tokens 1,000,000. If there are more, the rest is cut off: a
+                     warning says so, and frame.attrs["cut_off"] is True
+        columns      these alone, in this order
+        step         rows of this trainer step, or of the groups that its batch took
+        status       status or state
+        sample_ids, group_ids, versions   rows of these samples, groups, weight versions
+
+        "tokens" has a row for each response token of the samples' present lives, in their order: run_id, group (its
+        number), index, sample_id, seq (of its segment), position (in the response, int32), token (int32), logprob
+        (float32, NaN: none), loss (int8), kind, version (Int64), staleness now (Int64). Segments whose tokens were
+        pruned are left out and counted in frame.attrs["pruned_segments"].
+        Raises InvalidSetting for what a table has not, RunNotFound, MissingExtra.
+        """
         from samplestore.frames import frame
 
-        return frame(self, table_name, run, limit)
+        return frame(
+            self, table_name, run, limit, columns=columns, step=step, status=status, sample_ids=sample_ids,
+            group_ids=group_ids, versions=versions,
+        )  # fmt: skip
 
     def close(self) -> None:
         self.database.close()
@@ -127,6 +164,13 @@ class Store:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def lock_names(connection: sa.Connection) -> None:
+    """Nobody else makes or renames a run until this transaction ends: what is looked up from here on stays true.
+    SQLite's writers come one after the other anyway."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.text("LOCK TABLE run IN SHARE ROW EXCLUSIVE MODE"))
 
 
 def open(url: str, *, create: bool = True, durability: str = "normal", busy_s: float = 30.0) -> Store:

@@ -16,6 +16,11 @@ B samples, T tokens in all, L the longest sample; a sample's tokens are prompt t
 | group_ids, sample_ids | int64 [B] | int64 [B] | |
 | rollout_ids | int64 [B] | int64 [B] | one for a sample and its forks, which share one weight in the loss |
 | rollout_mask_sums | float32 [B] | float32 [B] | trained tokens of its rollout: a mean over rollouts divides by it |
+| n_trained_tokens | int64 [] | int64 [] | trained tokens of the whole batch: a mean over tokens divides by it |
+| n_rollouts | int64 [] | int64 [] | rollouts of the whole batch |
+
+Of a rank, or of a micro-batch, [B] and [T] are its own samples and tokens. The advantages, the sums and the two numbers
+are those of the whole batch all the same.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ import numpy.typing as npt
 from samplestore import responses
 from samplestore.advantages import advantages
 from samplestore.arrays import EXPERTS
-from samplestore.errors import MissingExtra
+from samplestore.errors import InvalidSegment, InvalidSetting, MissingExtra
 from samplestore.types import Floats, Ids
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -70,6 +75,7 @@ class BatchSample:
     metadata: dict[str, Any]
     images: tuple[str, ...] = ()  # digests; batch.images has their bytes
     rollout_id: int | None = None  # what it was forked from; its own id else: samples of one rollout share one weight
+    shared: int = 0  # response tokens at its front that belong to what it was forked from
     unscored: bool = False  # the run gives rewards, and this one could not be read: loss_mask is 0 everywhere
     removed: str | None = None  # why a sample filter took it out of the loss: then loss_mask is 0 everywhere
 
@@ -93,8 +99,41 @@ class BatchSample:
         return np.repeat(np.array(values, dtype), [run.ids.size for run in self.runs])
 
 
-def arrays(samples: Sequence[BatchSample], layout: str = "packed", method: str = "grpo") -> Arrays:
-    """numpy arrays as the module says. Raises ValueError for another layout or method."""
+@dataclass(frozen=True)
+class Whole:
+    """What each rank must know of the whole batch, N samples in its order, whichever of them it trains.
+
+    sample_ids, group_ids, rollout_ids   int64 [N]
+    rewards                              float32 [N]; NaN where it could not be had
+    trained                              int64 [N]; tokens with loss mask 1
+    """
+
+    sample_ids: Lengths
+    group_ids: Lengths
+    rollout_ids: Lengths
+    rewards: Floats
+    trained: Lengths
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, int, int, float, int]]) -> Whole:
+        """From (sample id, group id, rollout id, reward, trained tokens) of each sample."""
+        samples, groups, rollouts, rewards, trained = zip(*rows, strict=True) if rows else ((), (), (), (), ())
+        ids = [np.array(column, np.int64) for column in (samples, groups, rollouts)]
+        return cls(ids[0], ids[1], ids[2], np.array(rewards, np.float32), np.array(trained, np.int64))
+
+    def places(self, samples: Sequence[BatchSample]) -> npt.NDArray[np.intp]:
+        """Where these samples stand in the batch."""
+        at = {id: place for place, id in enumerate(self.sample_ids.tolist())}
+        return np.array([at[sample.sample_id] for sample in samples], dtype=np.intp)
+
+    def mask_sums(self) -> Floats:
+        """Trained tokens of the rollout that each sample belongs to, float32 [N]."""
+        _, place = np.unique(self.rollout_ids, return_inverse=True)
+        return np.bincount(place, weights=self.trained)[place].astype(np.float32) if place.size else self.rewards[:0]
+
+
+def arrays(samples: Sequence[BatchSample], whole: Whole, layout: str = "packed", method: str = "grpo") -> Arrays:
+    """numpy arrays of `samples` as the module says. Raises ValueError for another layout or method."""
     if layout not in ("packed", "padded"):
         raise ValueError(f"layout={layout!r} is not 'packed' or 'padded'")
     prompts = np.array([s.prompt_ids.size for s in samples], dtype=np.int64)
@@ -102,33 +141,20 @@ def arrays(samples: Sequence[BatchSample], layout: str = "packed", method: str =
     result = _packed(samples, prompts + answers)
     if layout == "padded":
         result = _padded(result, prompts + answers)
-    rewards = np.array([_reward(s) for s in samples], dtype=np.float32)
-    group_ids = np.array([s.group_id for s in samples], dtype=np.int64)
-    rollout_ids = np.array([s.sample_id if s.rollout_id is None else s.rollout_id for s in samples], dtype=np.int64)
+    mine = whole.places(samples)
     result |= {
         "prompt_lengths": prompts,
         "response_lengths": answers,
-        "rewards": rewards,
-        "advantages": advantages(rewards, group_ids, method, rollout_ids),
-        "group_ids": group_ids,
-        "sample_ids": np.array([s.sample_id for s in samples], dtype=np.int64),
-        "rollout_ids": rollout_ids,
-        "rollout_mask_sums": _mask_sums(samples, rollout_ids),
+        "rewards": whole.rewards[mine],
+        "advantages": advantages(whole.rewards, whole.group_ids, method, whole.rollout_ids)[mine],
+        "group_ids": whole.group_ids[mine],
+        "sample_ids": whole.sample_ids[mine],
+        "rollout_ids": whole.rollout_ids[mine],
+        "rollout_mask_sums": whole.mask_sums()[mine],
+        "n_trained_tokens": np.array(whole.trained.sum(), np.int64),
+        "n_rollouts": np.array(np.unique(whole.rollout_ids).size, np.int64),
     }
     return result
-
-
-def _mask_sums(samples: Sequence[BatchSample], rollout_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Trained tokens of the rollout that each sample belongs to, float32 [B]."""
-    if not samples:
-        return np.zeros(0, np.float32)
-    own = np.array([responses.n_trained(s.runs) for s in samples], dtype=np.float32)
-    _, place = np.unique(rollout_ids, return_inverse=True)
-    return np.bincount(place, weights=own)[place].astype(np.float32)
-
-
-def _reward(sample: BatchSample) -> float:
-    return float("nan") if sample.unscored else sample.reward or 0.0
 
 
 def _packed(samples: Sequence[BatchSample], lengths: Lengths) -> Arrays:
@@ -169,14 +195,14 @@ def _padded(packed: Arrays, lengths: Lengths) -> Arrays:
 
 def named(
     samples: Sequence[BatchSample], name: str, parts: Mapping[int, tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]],
-    layout: str,
+    layout: str, like: npt.NDArray[Any],
 ) -> Arrays:  # fmt: skip
     """A named array as NAME [T, ...] or [B, L, ...], 0 where a token has no row, and NAME_present (uint8) of the same
     first dimensions. parts: (rows, present) by sample id; the last row is of the last token, of routed experts of the
-    one before it."""
+    one before it. like: no rows, of the dtype and shape that the batch has."""
     lengths = np.array([s.prompt_ids.size + responses.length(s.runs) for s in samples], dtype=np.int64)
     ends = np.cumsum(lengths)
-    tables = [rows for rows, _ in parts.values()]
+    tables = [like, *(rows for rows, _ in parts.values())]
     if len({table.shape[1:] for table in tables}) > 1:
         shapes = sorted({str(list(table.shape[1:])) for table in tables})
         raise ValueError(f"{name} has other shapes from sample to sample: {', '.join(shapes)}")
@@ -198,11 +224,65 @@ def named(
     return padded
 
 
-def as_torch(made: Arrays, device: Any) -> dict[str, Any]:
-    """Arrays as torch tensors on `device`. Raises MissingExtra."""
+def per_sample(samples: Sequence[BatchSample], values: Any, name: str) -> list[Floats]:
+    """`values` as float32 [n] for each sample, n its response tokens. The other way round than `arrays`.
+
+    values   packed [T] or padded [B, L] as `arrays` lays these samples out, the entry of a token at its own place; or
+             a sequence of [n], one a sample. numpy or torch
+    Raises InvalidSegment for another shape.
+    """
+    prompts = np.array([s.prompt_ids.size for s in samples], dtype=np.int64)
+    answers = np.array([responses.length(s.runs) for s in samples], dtype=np.int64)
+    lengths = prompts + answers
+    if isinstance(values, Sequence):
+        rows = [_plain(row, name) for row in values]
+        found, wanted = [list(row.shape) for row in rows], [[n] for n in answers.tolist()]
+        if found != wanted:
+            pairs = zip(samples, found, wanted, strict=False)
+            told = f"{len(found)} rows for {len(wanted)} samples"
+            for sample, has, needs in pairs:
+                if has != needs:
+                    told = f"shape {has} for sample {sample.sample_id}, expected {needs}: its response"
+                    break
+            raise InvalidSegment(f"{name} has {told}", field=name)
+        return rows
+    table = _plain(values, name)
+    padded, packed = [len(samples), int(lengths.max(initial=0))], [int(lengths.sum())]
+    if list(table.shape) not in (padded, packed):
+        raise InvalidSegment(
+            f"{name} has shape {list(table.shape)}, expected {packed} (packed) or {padded} (padded), the prompt's "
+            "tokens too, each entry at its own token", field=name,
+        )  # fmt: skip
+    starts = np.cumsum(lengths) - lengths if list(table.shape) == packed else np.zeros_like(lengths)
+    lines = [table] * len(samples) if table.ndim == 1 else list(table)
+    first, last = starts + prompts, starts + lengths
+    return [line[a:b] for line, a, b in zip(lines, first.tolist(), last.tolist(), strict=True)]
+
+
+def _plain(values: Any, name: str) -> Floats:
+    """As float32 on the CPU."""
+    if hasattr(values, "detach"):
+        values = values.detach().float().cpu().numpy()
+    try:
+        return np.asarray(values, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise InvalidSegment(f"{name} is no array of numbers: {str(error)[:200]}", field=name) from None
+
+
+def as_torch(made: Arrays, device: Any, pin_memory: bool | None = None) -> dict[str, Any]:
+    """Arrays as torch tensors on `device`; on the CPU they share the arrays' memory, unless it is to be pinned.
+
+    pin_memory   put them into page-locked memory first, from which a GPU fetches them while the CPU goes on; None does
+                 so where `device` is one. It is the copy that the driver would make otherwise
+    Raises MissingExtra, InvalidSetting where there is nothing to pin memory for.
+    """
     try:
         import torch
     except ImportError:
         raise MissingExtra("batch.tensors()", "trainer") from None
     tensors = {name: torch.from_numpy(array) for name, array in made.items()}
+    if pin_memory or (pin_memory is None and device is not None and torch.device(device).type == "cuda"):
+        if not torch.cuda.is_available():
+            raise InvalidSetting("pin_memory" if pin_memory else "device", pin_memory or str(device), "a GPU's machine")
+        tensors = {name: t.pin_memory() for name, t in tensors.items()}
     return tensors if device is None else {name: t.to(device, non_blocking=True) for name, t in tensors.items()}

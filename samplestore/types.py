@@ -134,9 +134,7 @@ class RunSettings:
         """Checked settings from plain values (JSON or keyword arguments). Raises InvalidSetting."""
         for name in values:
             if name not in cls.names():
-                close = othernames.meant(name, cls.names(), othernames.RUN)
-                meant = f"{close}, if that is meant, or " if close else ""
-                raise InvalidSetting(name, values[name], f"{meant}one of: {', '.join(cls.names())}")
+                raise InvalidSetting(name, values[name], othernames.advice(name, cls.names(), othernames.RUN))
         lists = {name: values.get(name, ()) for name in ("stages", "group_stages", filters.GROUP, filters.SAMPLE)}
         for name, named in lists.items():
             _check(name, named, 'a list of names, e.g. ["reward"]', lambda v: isinstance(v, list | tuple))

@@ -80,6 +80,11 @@ class Writer:
         claim = next((call[1] for call in calls if hasattr(call[1], "sample_id")), None)
         return self._queue([_write(verb, claim, tuple(args), {}) for verb, *args in calls], single=False)
 
+    @property
+    def queued(self) -> int:
+        """Writes that wait, about."""
+        return self._waiting.qsize()
+
     def _queue(self, writes: list[Write], single: bool) -> Any:
         done: Any = self.loop.create_future() if self.loop else Future()
         if self.loop is None:

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from samplestore.workers.reward_commands import (
+    MetricsHost,
+    MetricsPort,
     Reward,
     RewardArgs,
     RewardBatch,
@@ -19,6 +21,7 @@ from samplestore.workers.reward_commands import (
     RewardKey,
     RewardTries,
     Teacher,
+    WorkedFor,
 )
 
 EXIT_SECOND_SIGNAL = 130
@@ -26,7 +29,7 @@ EXIT_SECOND_SIGNAL = 130
 
 def worker(
     db: Annotated[str | None, typer.Option(help="database: a SQLite file or postgresql://...")] = None,
-    run: Annotated[str | None, typer.Option(help="run to work for; the only or newest one if left out")] = None,
+    run: WorkedFor = None,
     router: Annotated[str | None, typer.Option(help="sglang-router URL")] = None,
     engine: Annotated[list[str] | None, typer.Option(help="engine URL, without a router; may be repeated")] = None,
     concurrency: Annotated[int | None, typer.Option(help="samples in flight")] = None,
@@ -61,6 +64,8 @@ def worker(
     drain_timeout_s: Annotated[float | None, typer.Option(help="seconds that a stop waits for partials")] = None,
     exit_when_done: Annotated[bool | None, typer.Option(help="leave when all prompts are used up")] = None,
     max_queued: Annotated[int | None, typer.Option(help="claim no more while each engine has more waiting")] = None,
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = None,
     name: Annotated[str | None, typer.Option(help="shown in the dashboard")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; ./samplestore.toml if it is there")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug | info | warning | error")] = None,
@@ -88,7 +93,7 @@ _FLAGS = frozenset(
         "episode_max_calls episode_max_aborts episode_step_timeout_s "
         "reward_processes reward_timeout_s group_filter sample_filter filter_timeout_s tokenizer max_new_tokens "
         "sampling update_engines drain_timeout_s "
-        "exit_when_done max_queued name log_level log_format"
+        "exit_when_done max_queued metrics_port metrics_host name log_level log_format"
     ).split()
 )
 
@@ -179,6 +184,8 @@ def _tokenizer(path: str) -> Any:
 
 
 async def with_signals(rollout: Any) -> int:
+    from samplestore.workers.metrics import serving
+
     loop, seen = asyncio.get_running_loop(), [0]
 
     def on_signal(number: int) -> None:
@@ -190,7 +197,8 @@ async def with_signals(rollout: Any) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    return int(await rollout.run_forever())
+    async with serving(rollout):
+        return int(await rollout.run_forever())
 
 
 def engine(

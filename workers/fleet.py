@@ -248,6 +248,8 @@ class Fleet:
             log.log(logging.DEBUG if url in self._down else logging.WARNING, "engine=%s is left out: %s", url, error)
             self._down.add(url)
             return
+        if url in self._down:
+            log.info("engine=%s answers now", url)
         self._down.discard(url)
         if url in self.updates.running:
             return

@@ -19,6 +19,7 @@ from samplestore.models import SampleGroup, Stage
 from samplestore.run import Run
 from samplestore.states import UNFINISHED_GROUP, StageStatus, WorkerKind
 from samplestore.verbs import liveness
+from samplestore.workers.metrics import Timed, WorkerMetrics
 from samplestore.writer import Writer
 
 group, stage = SampleGroup.__table__, Stage.__table__
@@ -29,6 +30,7 @@ class Worker(ABC):
 
     stop_reason   set once: take nothing more, let go of what is held, leave
     tick          rises while the event loop turns. A loop that is stuck must look dead
+    metrics       counts what is written, where a port is asked for (workers/metrics.py)
     """
 
     kind: ClassVar[WorkerKind]
@@ -39,6 +41,7 @@ class Worker(ABC):
         self.stop_reason: str | None = None
         self.wake = asyncio.Event()
         self.tick = 0.0
+        self.metrics: WorkerMetrics | None = None
 
     def stop(self, reason: str) -> None:
         """Let go of what is held, and leave. Called by the first SIGTERM or SIGINT."""
@@ -49,7 +52,7 @@ class Worker(ABC):
 
     def begin(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.writer = Writer(self.run, loop=self.loop)
+        self.writer = Writer(self.run if self.metrics is None else Timed(self.run, self.metrics), loop=self.loop)
 
     async def live(self) -> None:
         """Register, work, leave; and again if this process was declared dead while it was away."""
@@ -97,6 +100,10 @@ class Worker(ABC):
         """What the log says when it is registered."""
 
     @abstractmethod
+    def holds(self) -> dict[str, int]:
+        """How much it holds now, by what."""
+
+    @abstractmethod
     def parts(self) -> Iterable[Coroutine[Any, Any, Any]]:
         """What it does in a life, at once; the first that ends, ends it."""
 
@@ -125,7 +132,10 @@ class Worker(ABC):
     async def write(self, verb: Any, first: Any = None, *args: Any, **kwargs: Any) -> Any:
         """One write through the group commit, acknowledged. Survives this coroutine's cancellation. While somebody
         holds the database it waits: a worker that left would only lose what it has."""
-        return await self.patiently(lambda: self.writer.submit(verb, first, *args, **kwargs))
+        result = await self.patiently(lambda: self.writer.submit(verb, first, *args, **kwargs))
+        if self.metrics is not None:
+            self.metrics.wrote(verb, (first, *args), result)
+        return result
 
     async def read(self, question: Any) -> Any:
         """One question, asked again while the database is away: as with a write, leaving would help nobody."""

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from samplestore.cli.common import complete_run
+
 REWARD_HELP = (
     "[STAGE=]SPEC, may be repeated; SPEC is module:function, file.py:function, math, reasoning_gym or a reward model's "
     "http://... STAGE is reward if left out"
@@ -22,10 +24,20 @@ Teacher = Annotated[
     list[str] | None, typer.Option(help="engine URL of a teacher: fills the stage teacher; may be repeated")
 ]
 
+WorkedFor = Annotated[
+    str | None, typer.Option(help="run to work for; the only or newest one if left out", autocompletion=complete_run)
+]
+MetricsPort = Annotated[
+    int | None, typer.Option(help="serve http://HOST:PORT/metrics for Prometheus; 0 picks a free port")
+]
+MetricsHost = Annotated[
+    str | None, typer.Option(help="where the metrics listen; without a login. 127.0.0.1 if left out")
+]
+
 
 def reward(
     db: Annotated[str | None, typer.Option(help="database: a SQLite file or postgresql://...")] = None,
-    run: Annotated[str | None, typer.Option(help="run to work for; the only or newest one if left out")] = None,
+    run: WorkedFor = None,
     reward: Reward = None,
     reward_key: RewardKey = None,
     reward_args: RewardArgs = None,
@@ -38,6 +50,8 @@ def reward(
     tokenizer: Annotated[str | None, typer.Option(help="model folder; needed to decode text for rewards")] = None,
     drain_timeout_s: Annotated[float | None, typer.Option(help="seconds that a stop waits for what is begun")] = None,
     exit_when_done: Annotated[bool | None, typer.Option(help="leave when no group waits for a stage any more")] = None,
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = None,
     name: Annotated[str | None, typer.Option(help="shown in the dashboard")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file; ./samplestore.toml if it is there")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug | info | warning | error")] = None,
@@ -60,7 +74,8 @@ def reward(
 _FLAGS = frozenset(
     (
         "db run reward reward_key reward_args reward_processes reward_timeout_s reward_batch reward_tries "
-        "reward_concurrency teacher tokenizer drain_timeout_s exit_when_done name log_level log_format"
+        "reward_concurrency teacher tokenizer drain_timeout_s exit_when_done metrics_port metrics_host name "
+        "log_level log_format"
     ).split()
 )
 

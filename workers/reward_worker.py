@@ -48,6 +48,9 @@ class RewardWorker(Worker):
     def told(self) -> str:
         return f"serves {', '.join(self.scorer.names)}"
 
+    def holds(self) -> dict[str, int]:
+        return {"stages": len(self.held)}
+
     def parts(self) -> list[Coroutine[Any, Any, Any]]:
         return [self._serve()]
 

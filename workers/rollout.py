@@ -153,7 +153,13 @@ class RolloutWorker(Worker):
     async def write_together(self, calls: Sequence[Call]) -> list[Any]:
         """Writes of one sample in one transaction: all of them, in order, or none. Returns their results."""
         results: list[Any] = await self.patiently(lambda: self.writer.submit_together(calls))
+        if self.metrics is not None:
+            for (verb, *args), result in zip(calls, results, strict=True):
+                self.metrics.wrote(verb, args, result)
         return results
+
+    def holds(self) -> dict[str, int]:
+        return {"samples": sum(len(t.sample_ids) for t in self.inflight.values()), "stages": len(self.scoring)}
 
     # -- following the run
 

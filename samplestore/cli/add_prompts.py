@@ -206,9 +206,11 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or name not in RunSettings.names():
-            close = othernames.meant(name, RunSettings.names(), othernames.RUN)
-            meant = f"{close}=VALUE, if that is meant, or " if close else ""
-            raise InvalidSetting("--set", pair, f"{meant}NAME=VALUE with a name of: {', '.join(RunSettings.names())}")
+            if equals:
+                raise InvalidSetting(
+                    "--set", pair, othernames.advice(name, RunSettings.names(), othernames.RUN, "{}=VALUE")
+                )
+            raise InvalidSetting("--set", pair, "NAME=VALUE")
         try:
             settings[name] = json.loads(value)
         except ValueError:

@@ -7,6 +7,7 @@ this module costs typer only.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -40,7 +41,9 @@ CLI = "samplestore.cli."
 COMMANDS: dict[str, Listed] = {
     "demo": Listed("", "The whole loop on this machine: engines, router, worker, trainer, dashboard.", RUN),
     "add-prompts": Listed(CLI + "add_prompts:add_prompts", "Data set files into a run.", RUN),
-    "import-samples": Listed(CLI + "import_samples:import_samples", "Responses from elsewhere into a run.", RUN),
+    "import": Listed(CLI + "import_samples:import_samples", "Samples from elsewhere into a run.", RUN),
+    "import-samples": Listed(CLI + "import_samples:import_samples", "The older name of import.", RUN),
+    "export": Listed(CLI + "export:export", "Samples as Parquet, JSON lines or slime's debug rollouts.", RUN),
     "worker": Listed("", "Generate: claim samples, stream them from the engines, store segments.", RUN),
     "reward": Listed("", "Score finished samples and groups, without an engine.", RUN),
     "eval": Listed(CLI + "evaluate:evaluate", "Evaluate the current weights on a data set; pass@k by version.", RUN),
@@ -51,8 +54,11 @@ COMMANDS: dict[str, Listed] = {
     "why": Listed(CLI + "status:why", "Why is no batch ready?", LOOK),
     "simulate": Listed(CLI + "simulate:simulate", "What another staleness window would have dropped or masked.", LOOK),
     "runs": Listed(CLI + "status:runs", "The runs of a database.", LOOK),
-    "groups": Listed(CLI + "show:groups", "Groups of a run, newest first.", LOOK),
-    "show": Listed(CLI + "show:show", "One sample: status, group, segments with versions, events.", LOOK),
+    "groups": Listed(CLI + "groups:groups", "Groups of a run, newest first; filtered, page by page.", LOOK),
+    "show": Listed(CLI + "show:show", "One sample: status, segments, text by weight version, rewards, events.", LOOK),
+    "aborts": Listed(CLI + "aborts:aborts", "What was interrupted: why, when, where, and what it cost.", LOOK),
+    "tail": Listed(CLI + "tail:tail", "The run's events, as they happen.", LOOK),
+    "metrics": Listed(CLI + "metrics:metrics", "The run as numbers: what wandb and Prometheus get.", LOOK),
     "ledger": Listed(
         CLI + "verify:ledger", "Where every generated token is, recounted; exit 5 if it does not close.", LOOK
     ),
@@ -64,11 +70,14 @@ COMMANDS: dict[str, Listed] = {
     "reap": Listed(CLI + "control:reap", "Free what dead workers hold.", CONTROL),
     "requeue": Listed(CLI + "control:requeue", "Start samples afresh; their tokens are superseded.", CONTROL),
     "drop": Listed(CLI + "control:drop", "Drop groups: they will not be trained on.", CONTROL),
+    "expire": Listed(CLI + "expire:expire", "Close groups that are too old: their tokens are stale.", CONTROL),
+    "fork": Listed(CLI + "merge:fork", "A new run that stands where a checkpoint of another one stood.", CONTROL),
     "rewind": Listed(CLI + "control:rewind", "Go back to the checkpoint of a step.", CONTROL),
     "engines": Listed("", "Engines: list them, pause, update, abort; memory and caches.", CONTROL),
     "db": Listed(CLI + "database:app", "The schema: upgrade, downgrade, current, check.", CARE),
     "prune": Listed(CLI + "retention:prune", "Remove old tokens, or a whole run; give the space back.", CARE),
     "backup": Listed(CLI + "retention:backup", "A consistent copy, while everything runs.", CARE),
+    "merge": Listed(CLI + "merge:merge", "Runs of several databases into one.", CARE),
     "restore": Listed(CLI + "retention:restore", "A database of a backup, checked.", CARE),
     "doctor": Listed(
         CLI + "doctor:doctor", "Check database, disk, schema, workers and engines; exit 5 on problems.", CARE
@@ -97,7 +106,15 @@ class LazyGroup(TyperGroup):
                 return None, None, args[1:]
             close = get_close_matches(args[0], COMMANDS, n=1)
             ctx.fail(f"No such command {args[0]!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
+        _unfold(command)
         return args[0], command, args[1:]
+
+
+def _unfold(command: Any) -> None:
+    """A paragraph of help is folded by the terminal: line breaks of the source would stay in the middle of it."""
+    command.help = re.sub(r"(?<=\S)\n(?=\S)", " ", command.help or "") or None
+    for child in getattr(command, "commands", {}).values():
+        _unfold(child)
 
 
 def load(name: str) -> Any:
@@ -170,8 +187,13 @@ def run(args: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal that can't show a character gets its escape
     debug = os.environ.get(ENV_DEBUG)
+    given = sys.argv[1:] if args is None else list(args)
+    for arg in given:
+        if not _is_text(arg):
+            _tell(f"{arg!r} is not UTF-8: neither a database nor JSON can hold it. See: samplestore --help")
+            return exits.USAGE
     try:
-        result = build().main(args=args, prog_name="samplestore", standalone_mode=False)
+        result = build().main(args=given, prog_name="samplestore", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else exits.OK
     except BrokenPipeError:  # `| head` has seen enough; Python would complain once more when it closes stdout
@@ -188,6 +210,15 @@ def run(args: Sequence[str] | None = None) -> int:
         _restore(debug)
 
 
+def _is_text(arg: str) -> bool:
+    """Python hands bytes that are not UTF-8 on as lone surrogates, which nothing can write."""
+    try:
+        arg.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _restore(debug: str | None) -> None:
     """--debug is for one command line, also where several run in one process (tests)."""
     if debug is None:
@@ -200,7 +231,7 @@ def _report(error: Exception) -> int:
         traceback.print_exception(error)
         return exits.exit_code(error)
     if isinstance(error, SampleStoreError):
-        _tell(exits.with_next_command(error))
+        _tell(exits.with_next_command(error), lines=bool(getattr(error, "rows", None)))
     elif hasattr(error, "format_message"):  # a usage error of typer
         if type(error).__name__ == "NoArgsIsHelpError":
             sys.stderr.write(f"{error}\n" if str(error) else "")
@@ -218,7 +249,7 @@ def _report(error: Exception) -> int:
     return exits.exit_code(error)
 
 
-def _tell(text: str) -> None:
+def _tell(text: str, *, lines: bool = False) -> None:
     from samplestore.logs import mask
 
-    note(f"error: {mask(text)}")
+    note(f"error: {mask(text)}", lines=lines)

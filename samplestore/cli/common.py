@@ -25,12 +25,24 @@ Db: TypeAlias = Annotated[
         show_default="url of samplestore.toml",
     ),
 ]
+
+
+def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
+    """For the shell: runs of the database that was typed, or is configured. Where there is none, nothing."""
+    try:
+        with opened(ctx.params.get("db")) as store:
+            return [name for name in store.run_names() if name.startswith(incomplete)]
+    except Exception:  # the shell would show a traceback in the middle of the line
+        return []
+
+
 RunName: TypeAlias = Annotated[
-    str | None, typer.Option("--run", metavar="NAME", help="The run.", show_default="the newest")
+    str | None,
+    typer.Option("--run", metavar="NAME", help="The run.", show_default="the newest", autocompletion=complete_run),
 ]
 TheRun: TypeAlias = Annotated[
     str | None,
-    typer.Option("--run", metavar="NAME", help="The run.", show_default="the only one"),
+    typer.Option("--run", metavar="NAME", help="The run.", show_default="the only one", autocompletion=complete_run),
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Reason: TypeAlias = Annotated[

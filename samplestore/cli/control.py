@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +21,7 @@ def pause(db: Db = None, run: RunName = None, reason: Reason = None) -> None:
     """Workers claim nothing more; what is in flight goes on."""
     with opened_run(db, run) as found:
         found.pause(reason)
-        say(f"run {found.name} is paused; go on with: samplestore resume --run {found.name}")
+        say(f"run {found.name} is paused; go on with: samplestore resume --run {quote(found.name)}")
 
 
 def resume(db: Db = None, run: RunName = None, reason: Reason = None) -> None:
@@ -34,7 +35,10 @@ def drain(db: Db = None, run: RunName = None, reason: Reason = None) -> None:
     """Workers claim nothing more, finish what they hold, and leave."""
     with opened_run(db, run) as found:
         found.drain(reason)
-        say(f"run {found.name} is draining; follow it with: samplestore status --watch --run {found.name}")
+        say(
+            f"run {found.name} is draining; follow it with: samplestore status --watch --run {quote(found.name)}; "
+            f"let it go on with: samplestore resume --run {quote(found.name)}"
+        )
 
 
 def abort(
@@ -84,7 +88,7 @@ def requeue(
     with opened(db) as store:
         found = [find_sample(store, named, run) for named in samples]
         ids = sorted({row["id"] for row in found})
-        owner = store.existing_run(_one_run(found, "samples", "requeue"))
+        owner = store.existing_run(one_run(found, "samples", "requeue"))
         done = owner.requeue(ids, reason)
         say(f"run {owner.name}: {done:,} samples start afresh ({listed(ids)})")
 
@@ -98,19 +102,20 @@ def drop(
 ) -> None:
     """Drop groups: they will not be trained on, and whoever generates for them is told to stop."""
     with opened(db) as store:
-        rows = _existing_groups(store, groups)
-        owner = store.existing_run(_one_run(rows, "groups", "drop"))
+        rows = existing_groups(store, groups)
+        owner = store.existing_run(one_run(rows, "groups", "drop"))
         done = owner.drop([row["id"] for row in rows], reason)
         say(f"run {owner.name}: {done:,} groups dropped (numbers {listed([row['number'] for row in rows])})")
 
 
-def _existing_groups(store: Store, ids: list[int]) -> list[dict[str, Any]]:
+def existing_groups(store: Store, ids: list[int]) -> list[dict[str, Any]]:
     from samplestore.queries.inspect import MAX_ROWS, groups_by_id
 
     wanted = sorted(set(ids))
     if len(wanted) > MAX_ROWS:
         raise exits.CommandError(
-            f"{len(wanted)} groups at once; at most {MAX_ROWS} are dropped. See: samplestore drop --help", exits.USAGE
+            f"{len(wanted)} groups at once; at most {MAX_ROWS} are taken. List them with: samplestore groups",
+            exits.USAGE,
         )
     rows = groups_by_id(store.database, [i for i in wanted if 0 < i < 2**63])
     if missing := sorted({*wanted} - {row["id"] for row in rows}):
@@ -118,7 +123,7 @@ def _existing_groups(store: Store, ids: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def _one_run(rows: list[dict[str, Any]], what: str, verb: str) -> str:
+def one_run(rows: list[dict[str, Any]], what: str, verb: str) -> str:
     names = sorted({row["run"] for row in rows})
     if len(names) > 1:
         raise exits.CommandError(
@@ -143,7 +148,7 @@ def rewind(
         if not yes:
             if not sys.stdin.isatty():
                 raise exits.CommandError(
-                    f"nobody is there to ask. Say it with: samplestore rewind {step} --run {found.name} --yes",
+                    f"nobody is there to ask. Say it with: samplestore rewind {step} --run {quote(found.name)} --yes",
                     exits.USAGE,
                 )
             typer.confirm(

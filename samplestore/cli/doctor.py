@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -186,12 +187,12 @@ def _server(found: Database) -> Iterator[Result]:
 
 
 def _processes(found: Database, ask_engines: bool) -> Iterator[Result]:
-    from samplestore.queries.inspect import engines, silent_workers
+    from samplestore.queries.inspect import engines, silent_workers, waiting_workers
 
     silent = silent_workers(found)
     if silent:
         names = ", ".join(f"{w['id']} of run {w['run']}" for w in silent[:10])
-        cure = f"Run: samplestore reap --run {silent[0]['run']}"
+        cure = f"Run: samplestore reap --run {quote(silent[0]['run'])}"
         said = f"{len(silent)} live workers are silent ({printable(names)}). {cure}"
         yield Result("workers", FAIL, said, exits.CHECK)
     else:
@@ -200,7 +201,10 @@ def _processes(found: Database, ask_engines: bool) -> Iterator[Result]:
     failed = [e["url"] for e in known if e["state"] == "failed"]
     behind = sum(e["version"] != e["current_version"] for e in known)
     said = f"{len(known)} registered, {behind} not at their run's current weights"
-    if failed:
+    if not known and (waiting := waiting_workers(found)):
+        said = f"none has answered the {waiting} live rollout workers. Look at their --engine or --router"
+        yield Result("engines", FAIL, said, exits.CHECK)
+    elif failed:
         cure = "See: samplestore engines list"
         yield Result("engines", FAIL, f"{len(failed)} failed ({failed[0]}). {cure}", exits.CHECK)
     else:

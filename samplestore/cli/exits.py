@@ -51,9 +51,16 @@ def is_database_error(error: BaseException) -> bool:
 
 
 def with_next_command(error: SampleStoreError) -> str:
-    """The message as one paragraph that ends with the next command to type."""
-    text = " ".join(str(error).split())
+    """The message as one paragraph that ends with the next command to type. An error that lists refused rows keeps
+    one a line; line breaks in other messages may come from anywhere, and could make up lines of their own."""
+    text = _joined(str(error), rows=bool(getattr(error, "rows", None)))
     if _COMMAND.search(text.rsplit(". ", 1)[-1]):
         return text
     hint = "samplestore status" if isinstance(error, StoreBusy) else "samplestore doctor"
     return f"{text.rstrip('.')}. Look further with: {hint}"
+
+
+def _joined(text: str, *, rows: bool) -> str:
+    if not rows:
+        return " ".join(text.split())
+    return "\n".join(("  " if line.startswith("  ") else "") + " ".join(line.split()) for line in text.splitlines())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
 import sys
 import time
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 SCHEMA_VERSION = 1
@@ -81,15 +83,32 @@ def say(text: str = "", *, lines: bool = False) -> None:
     sys.stdout.write(printable(text, lines=lines) + "\n")
 
 
-def note(text: str) -> None:
+def note(text: str, *, lines: bool = False) -> None:
     """A line for people, on stderr."""
     sys.stdout.flush()
-    sys.stderr.write(printable(text) + "\n")
+    sys.stderr.write(printable(text, lines=lines) + "\n")
     sys.stderr.flush()
 
 
 def fancy() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+class _Frame(io.StringIO):
+    """A picture of what a command writes to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def framed(work: Callable[[], None]) -> Any:
+    """What `work` would write to this terminal, as a rich Text."""
+    from rich.text import Text
+
+    frame = _Frame()
+    with contextlib.redirect_stdout(frame):
+        work()
+    return Text.from_ansi(frame.getvalue())
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None) -> None:
@@ -109,8 +128,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str |
 
 
 def pairs(rows: Iterable[tuple[str, Any]]) -> None:
-    """name   value, one a line."""
+    """name   value, one a line; on a terminal long values are folded below their beginning."""
     listed = [(name, shown(value)) for name, value in rows]
+    if fancy():
+        _rich_pairs(listed)
+        return
     width = max((len(name) for name, _ in listed), default=0)
     for name, value in listed:
         sys.stdout.write(f"{name:<{width}}  {value}".rstrip() + "\n")
@@ -135,12 +157,42 @@ def _padded(text: str, width: int, right: bool) -> str:
     return blank + text if right else text + blank
 
 
+def _rich_pairs(rows: list[tuple[str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table.grid(padding=(0, 2, 0, 0))
+    drawn.add_column(no_wrap=True)
+    drawn.add_column(overflow="fold")
+    for name, value in rows:
+        drawn.add_row(Text(name, style="bold"), Text(value))
+    Console(file=sys.stdout).print(drawn)
+
+
+FOLDED = 20  # characters: narrower columns, times among them, are never folded
+
+
 def _rich(columns: Sequence[str], cells: list[list[str]], right: list[bool], title: str | None) -> None:
+    """A table that is legible on this terminal: where it is too narrow, columns without a value go, then long texts are
+    folded, and in the end each row is a paragraph of names and values."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console(file=sys.stdout)
+    shown = list(range(len(columns)))
+    widths = [max(map(_width, [name, *(row[i] for row in cells)])) for i, name in enumerate(columns)]
+
+    def needs(most: int) -> int:
+        return sum(min(widths[i], most) for i in shown) + GAP * (len(shown) - 1)
+
+    if needs(sys.maxsize) > console.width:
+        shown = [i for i in shown if any(row[i] for row in cells)]
+    if needs(FOLDED) > console.width:
+        _paragraphs(console, columns, cells, shown)
+        return
     drawn = Table(
         box=SIMPLE_HEAD,
         title=None if title is None else Text(title),
@@ -148,8 +200,25 @@ def _rich(columns: Sequence[str], cells: list[list[str]], right: list[bool], tit
         pad_edge=False,
         show_edge=False,
     )
-    for i, name in enumerate(columns):
-        drawn.add_column(Text(name), justify="right" if right[i] else "left", overflow="fold")
+    for i in shown:
+        floor = min(widths[i], FOLDED)
+        drawn.add_column(Text(columns[i]), justify="right" if right[i] else "left", overflow="fold", min_width=floor)
     for row in cells:
-        drawn.add_row(*(Text(cell) for cell in row))  # Text, not str: a model's "[red]" is no markup
-    Console(file=sys.stdout).print(drawn)
+        drawn.add_row(*(Text(row[i]) for i in shown))  # Text, not str: a model's "[red]" is no markup
+    console.print(drawn)
+
+
+GAP = 3  # between two columns that rich draws
+
+
+def _paragraphs(console: Any, columns: Sequence[str], cells: list[list[str]], shown: list[int]) -> None:
+    from rich.text import Text
+
+    for row in cells:
+        told = Text(f"{columns[shown[0]]} {row[shown[0]]}", style="bold") if shown else Text()
+        for i in shown[1:]:
+            if row[i]:
+                told.append(", ", style="not bold")
+                told.append(f"{columns[i]} ", style="not bold dim")
+                told.append(row[i], style="not bold")
+        console.print(told)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -53,7 +54,11 @@ def prune(
         )
     with chosen_run(db, run) as found:
         if everything:
-            _ask(yes, f"samplestore prune --all --run {found.name} --yes", f"Remove run {found.name} and all it holds")
+            _ask(
+                yes,
+                f"samplestore prune --all --run {quote(found.name)} --yes",
+                f"Remove run {found.name} and all it holds",
+            )
         done = retention.remove(found) if everything else retention.prune(found, keep_steps or 0)
         if full:
             retention.rewrite(found.database)

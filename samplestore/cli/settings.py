@@ -59,6 +59,9 @@ def _told(value: object) -> str:
     return "" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def version() -> None:
+def version(as_json: AsJson = False) -> None:
     """Show the version."""
-    say(f"samplestore {__version__}")
+    if as_json:
+        emit_json({"version": __version__})
+    else:
+        say(f"samplestore {__version__}")

@@ -1,17 +1,18 @@
-"""samplestore show, groups: what is in a run, one line or one sample at a time."""
+"""samplestore show: one sample, its segments, text, rewards and events."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import asdict
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samplestore.cli import exits
-from samplestore.cli.common import AsJson, Db, RunName, existing, opened, opened_run
+from samplestore.cli import exits, tokens
+from samplestore.cli.common import AsJson, Db, RunName, existing, opened
 from samplestore.cli.output import emit_json, note, pairs, say, table, when
-from samplestore.states import GroupState, SegmentKind
+from samplestore.states import SegmentKind
 
 if TYPE_CHECKING:
     from samplestore.queries.determinism import Determinism
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 MAX_REQUESTS = 200
 MAX_TEXT_TOKENS = 200_000  # longer responses are cut, and it is said
+MAX_IDS = 256  # of a response that no tokenizer makes text
 _NAMED = re.compile(
     r"(?:(?:(?P<uuid>[0-9a-f-]{36})/)?(?P<group>\d{1,18})/(?P<index>\d{1,9})(?:/(?P<life>\d{1,9}))?|(?P<id>\d{1,18}))"
 )
@@ -66,76 +68,76 @@ def show(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            "--tokenizer", metavar="FOLDER", help="The model's folder: show the text too.", show_default=False
+            "--tokenizer",
+            metavar="FOLDER",
+            help="The model's folder: show the text too.",
+            show_default="tokenizer of samplestore.toml",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """One sample: status, group, segments with their weight versions, events; its text with --tokenizer."""
-    from samplestore.queries import determinism, episodes, inspect, trajectory
+    """One sample: status, group, segments with their weight versions, rewards and other stages, events, and its text in
+    the colours of the weight versions.
 
-    loaded = None
-    if tokenizer is not None:
-        from samplestore.tokenizers import load_tokenizer
+    Without a tokenizer the text is token ids. A mark before each stretch names the version that wrote it, and what
+    ended the stretch before.
+    """
+    from samplestore.queries import determinism, episodes, inspect, stages, trajectory
 
-        loaded = load_tokenizer(tokenizer)
+    loaded = tokens.known_tokenizer(tokenizer)
     with opened(db) as store:
         place = find_sample(store, sample, run)
         at = (store.database, place["run_id"], place["number"], place["index"])
         try:
             found = trajectory.read(*at, incarnation=place["life"], limit=1)
             assert found is not None, "the sample was found a moment ago, and samples are never deleted"
-            text = None if loaded is None else _text(at, found, loaded)
+            text = _text(at, found, loaded)
             requests = inspect.requests(store.database, place["id"], found.incarnation, MAX_REQUESTS + 1)
             calls = store.database.read(lambda c: episodes.record(c, place["id"], found.incarnation)).calls
+            done = store.database.read(lambda c: stages.of_sample(c, place["id"], place["group_id"], found.incarnation))
             again = determinism.of_sample(store.database, place["run_id"], place["id"])
         except ValueError as error:
             raise exits.CommandError(
-                f"{error}. Find all damaged rows with: samplestore check --run {place['run']}"
+                f"{error}. Find all damaged rows with: samplestore check --run {quote(place['run'])}"
             ) from error
     if as_json:
         emit_json(
             {
-                **_as_json(place, found, requests, text),
+                **_as_json(place, found, requests, text, loaded is not None),
+                "stages": done,
                 "determinism": asdict(again),
                 "calls": [asdict(c) for c in calls],
             }
         )
     else:
-        _print(place, found, requests, again)
+        _print(place, found, requests, again, done)
         if calls:
             say()
             table(("call", "kind", "name", "state", "from", "to", "error"), [_call(c) for c in calls[:MAX_REQUESTS]])
-        for name, said in (text or {}).items():
-            say()
-            say(f"{name}:")
-            say(said, lines=True)
+        say()
+        tokens.show(text)
 
 
 def _call(c: RecordedCall) -> tuple[Any, ...]:
     return c.number, c.kind, c.name or None, c.state, c.start, c.stop, c.error
 
 
-def _text(at: tuple[Any, ...], found: Trajectory, tokenizer: Any) -> dict[str, str]:
-    """Prompt and response, each decoded at once: a character may lie in two segments."""
-    import numpy as np
-
+def _text(at: tuple[Any, ...], found: Trajectory, decoder: Any) -> list[tokens.Stretch]:
+    """Prompt and response by who wrote them. Without a tokenizer the first ids only."""
     from samplestore.queries import trajectory
 
     if found.pruned:
         note("the response was pruned; only the prompt is left")
-    n = found.n_prompt if found.pruned else min(found.n_tokens, found.n_prompt + MAX_TEXT_TOKENS)
-    pages = [
-        trajectory.read(*at, incarnation=found.incarnation, start=start, limit=trajectory.MAX_WINDOW)
-        for start in range(0, n, trajectory.MAX_WINDOW)
-    ]
-    ids = np.concatenate([np.empty(0, np.int32), *(page.tokens.ids for page in pages if page is not None)])[:n]
+    most = MAX_IDS if decoder is None else MAX_TEXT_TOKENS
+    n = found.n_prompt if found.pruned else min(found.n_tokens, found.n_prompt + most)
+    ids: list[int] = []
+    for start in range(0, n, trajectory.MAX_WINDOW):
+        page = trajectory.read(*at, incarnation=found.incarnation, start=start, limit=trajectory.MAX_WINDOW)
+        ids += [] if page is None else page.tokens.ids.tolist()
     if n < found.n_tokens and not found.pruned:
-        note(
-            f"the response is cut after {MAX_TEXT_TOKENS:,} of {found.n_response:,} tokens; "
-            "read it all in: samplestore dashboard"
-        )
-    return {"prompt": tokenizer.decode(ids[: found.n_prompt]), "response": tokenizer.decode(ids[found.n_prompt :])}
+        how = "read it as text with: --tokenizer FOLDER" if decoder is None else "read it all in: samplestore dashboard"
+        note(f"the response is cut after {most:,} of {found.n_response:,} tokens; {how}")
+    return tokens.stretches(ids[:n], found.n_prompt, [] if found.pruned else found.spans, decoder)
 
 
 def _portable(place: dict[str, Any], found: Trajectory) -> str:
@@ -143,8 +145,9 @@ def _portable(place: dict[str, Any], found: Trajectory) -> str:
 
 
 def _as_json(
-    place: dict[str, Any], found: Trajectory, requests: list[dict[str, Any]], text: dict[str, str] | None
+    place: dict[str, Any], found: Trajectory, requests: list[dict[str, Any]], text: list[tokens.Stretch], decoded: bool
 ) -> dict[str, Any]:
+    of = {x.span.first_seq: x.text for x in text if x.span is not None} if decoded else {}
     told = {
         "run": place["run"],
         "id": place["id"],
@@ -155,17 +158,27 @@ def _as_json(
         "group": {"id": place["group_id"], **found.group},
         "prompt_tokens": found.n_prompt,
         "response_tokens": found.n_response,
-        "segments": [asdict(span) for span in found.spans],
+        "segments": [_span(span, of.get(span.first_seq)) for span in found.spans],
         "segments_cut": found.spans_cut,
         "requests": requests[:MAX_REQUESTS],
         "requests_cut": len(requests) > MAX_REQUESTS,
         "events": found.events,
         "events_cut": found.events_cut,
     }
-    return told if text is None else {**told, "text": text}
+    if not decoded:
+        return told
+    response = "".join(x.text for x in text if x.span is not None)
+    return {**told, "text": {"prompt": text[0].text, "response": response}}
 
 
-def _print(place: dict[str, Any], found: Trajectory, requests: list[dict[str, Any]], again: Determinism) -> None:
+def _span(span: Span, text: str | None) -> dict[str, Any]:
+    return asdict(span) if text is None else {**asdict(span), "text": text}
+
+
+def _print(
+    place: dict[str, Any], found: Trajectory, requests: list[dict[str, Any]], again: Determinism,
+    done: list[dict[str, Any]],
+) -> None:  # fmt: skip
     s, g = found.sample, found.group
     shares = "a prompt of its own" if s["parent_upto"] is None else f"its first {s['parent_upto']:,} response tokens"
     owner = f", held by worker {s['owner']} since {when(s['claimed_at'])}" if s["owner"] is not None else ""
@@ -195,12 +208,16 @@ def _print(place: dict[str, Any], found: Trajectory, requests: list[dict[str, An
             ("same again", "yes: seeded or greedy" if again.holds else f"no: {'; '.join(again.reasons)}"),
             ("created", when(s["created_at"])),
             ("finished", when(s["finished_at"])),
+            *([("no loss", f"taken out of it: {s['removed']}")] if s["removed"] else []),
             *([("error", s["error"])] if s["error"] else []),
         ]
     )
     if found.spans:
         say()
         table(SEGMENTS, [_segment(span) for span in found.spans])
+    if done:
+        say()
+        table(STAGES, [_stage(d) for d in done])
     if requests:
         say()
         table(REQUESTS, [_request(r) for r in requests[:MAX_REQUESTS]])
@@ -224,6 +241,15 @@ def _segment(x: Span) -> tuple[Any, ...]:
     return (
         seqs, x.start, x.n_tokens, x.kind, x.loss, versions, mean, _id(x.owner), x.attempt, x.engine, x.finish_reason,
         when(x.last_at),
+    )  # fmt: skip
+
+
+STAGES = ("stage", "of", "status", "outcome", "value", "seconds", "settled", "error")
+
+
+def _stage(d: dict[str, Any]) -> tuple[Any, ...]:
+    return (
+        d["name"], d["of"], d["status"], d["outcome"], d["value"], d["elapsed_s"], when(d["settled_at"]), d["error"],
     )  # fmt: skip
 
 
@@ -265,41 +291,3 @@ def _id(number: int | None) -> str | None:
 
 def _versions(low: int | None, high: int | None) -> str:
     return "unknown" if low is None else str(low) if low == high else f"{low}-{high}"
-
-
-def groups(
-    db: Db = None,
-    run: RunName = None,
-    state: Annotated[
-        GroupState | None, typer.Option("--state", help="Only groups in this state.", show_default=False)
-    ] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="At most so many.")] = 50,
-    as_json: AsJson = False,
-) -> None:
-    """Groups of a run, newest first."""
-    from samplestore.queries.inspect import groups as read
-
-    with opened_run(db, run) as found:
-        rows = read(found.database, found.id, None if state is None else state.value, limit + 1)
-        name = found.name
-    more, rows = len(rows) > limit, rows[:limit]
-    if as_json:
-        emit_json({"run": name, "groups": rows, "more": more})
-        return
-    table(GROUPS, [_group(row) for row in rows])
-    if more:
-        note(f"there are more than {limit}; see them with: samplestore groups --limit {min(1000, limit * 10)}")
-
-
-GROUPS = (
-    *("id", "number", "state", "reason", "prompt", "samples", "open", "unscored", "failed"),
-    *("tokens", "staleness", "reward", "± std", "created"),
-)
-
-
-def _group(r: dict[str, Any]) -> tuple[Any, ...]:
-    return (
-        _id(r["id"]), _id(r["number"]), r["state"], r["reason"], _id(r["prompt_id"]), r["n_samples"], r["n_open"],
-        r["n_unscored"], r["n_failed"], r["n_tokens"], r["staleness"], r["reward_mean"], r["reward_std"],
-        when(r["created_at"]),
-    )  # fmt: skip

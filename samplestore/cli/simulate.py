@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -36,7 +37,7 @@ def simulate(
         emit_json({"run": name, **told})
         return
     if not told["steps"]:
-        say(f"run {name} has no committed step yet. See: samplestore why --run {name}")
+        say(f"run {name} has no committed step yet. See: samplestore why --run {quote(name)}")
         return
     _print(name, told)
 

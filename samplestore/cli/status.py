@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from samplestore.cli.common import AsJson, Db, RunName, existing, opened, opened_run
-from samplestore.cli.output import counts, duration, emit_json, fancy, pairs, say, table, when
+from samplestore.cli.output import counts, duration, emit_json, fancy, framed, pairs, say, table, when
 from samplestore.states import StalenessMode, StalePolicy
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def status(
     db: Db = None,
     run: RunName = None,
     as_json: AsJson = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C (exit code 130).")] = False,
     interval: Annotated[float, typer.Option("--interval", min=0.1, max=3600, help="Seconds between two looks.")] = 2.0,
 ) -> None:
     """What a run looks like now: samples, groups, staleness, workers, engines, batches, aborts."""
@@ -33,16 +33,34 @@ def status(
                 say("no runs yet. Create one with: samplestore add-prompts FILE --run NAME")
             return
         found = existing(store, run)
+        if watch and fancy() and not as_json:
+            _watch(found, interval)
+            return
         _show(found, as_json)
-        try:
-            while watch:
+        while watch:
+            time.sleep(interval)
+            if not as_json:
+                say()
+            _show(found, as_json)
+
+
+def _watch(run: Run, interval: float) -> None:
+    """On a terminal: a screen that stands still, and at the end what was last seen, in the scroll-back."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    seen = Text()
+    try:
+        with Live(screen=True, auto_refresh=False, console=Console(file=sys.stdout)) as live:
+            while True:
+                seen = framed(lambda: _show(run, False))
+                foot = Text(f"every {interval:g} s; Ctrl-C ends it", style="dim")
+                live.update(Text.assemble(seen, "\n", foot), refresh=True)
                 time.sleep(interval)
-                if not as_json:
-                    # Home and clear below: what is read again stands still. A pipe gets an empty line instead.
-                    say() if not fancy() else sys.stdout.write("\x1b[H\x1b[J")
-                _show(found, as_json)
-        except KeyboardInterrupt:
-            raise typer.Exit() from None
+    except KeyboardInterrupt:
+        Console(file=sys.stdout).print(seen)
+        raise
 
 
 def _show(run: Run, as_json: bool) -> None:
@@ -85,6 +103,7 @@ def _print(told: dict[str, Any]) -> None:
             ("engines", _engines(told["engines"])),
             *([("stages", f"waiting or with a worker: {counts(told['stages'])}")] if told["stages"] else []),
             *([("arrays", _arrays(told["arrays"]))] if told["arrays"] else []),
+            *([("failures", _failures(told["failures"]))] if told["failures"] else []),
         ]
     )
     _parts(told)
@@ -96,6 +115,10 @@ def _mode(told: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     step = "the step has its groups, and waits for new weights" if told["step_over"] else "a step is generated"
     return [("mode", f"{told['mode']}: {step}")]
+
+
+def _failures(told: dict[str, Any]) -> str:
+    return f"{told['count']:,}; the newest, {when(told['newest_at'])}: {told['newest_error'][:200]}"
 
 
 def _arrays(sizes: list[dict[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -28,7 +29,7 @@ def check(db: Db = None, run: RunName = None, as_json: AsJson = False) -> None:
     if findings:
         note(
             f"error: {len(findings)} checks of run {name} failed. "
-            f"Look at the tokens with: samplestore ledger --run {name}"
+            f"Look at the tokens with: samplestore ledger --run {quote(name)}"
         )
         raise typer.Exit(exits.CHECK)
 
@@ -51,7 +52,8 @@ def ledger(
         _print(told)
     if told["closed"] is False:
         note(
-            f"error: the token ledger of run {name} does not close. Find the rows with: samplestore check --run {name}"
+            f"error: the token ledger of run {name} does not close. "
+            f"Find the rows with: samplestore check --run {quote(name)}"
         )
         raise typer.Exit(exits.CHECK)
 

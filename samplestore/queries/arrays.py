@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from samplestore import arrays, codec
 from samplestore.arrayfiles import ArrayFiles
 from samplestore.engine import Database
-from samplestore.errors import NotInRun
+from samplestore.errors import ArrayNotStored, NotInRun
 from samplestore.models import PromptRow, Sample, SampleGroup, Segment, SegmentArray
 
 sample, segment, array, group, prompt = (
@@ -32,7 +32,8 @@ PROMPT_TOKENS = sa.case((OWN_PROMPT, 0), else_=BEFORE).label("prompt_tokens")
 def one(database: Database, run_id: int, sample_id: int, name: str, files: Callable[[], ArrayFiles]) -> Whole:
     """(rows [n, ...], present [n]) of a named array. n: response tokens; of "routed_experts" prompt and response tokens
     less one. Rows that nobody stored (an engine died before its last word) are 0 and not present. An array that no
-    segment has is [0]. `files` opens the side-car files. Raises NotInRun, ArrayFileError."""
+    segment of the sample has is [0]; a name that is none of samplestore.arrays and that no sample of the run has is
+    taken for a typing error. `files` opens the side-car files. Raises NotInRun, ArrayNotStored, ArrayFileError."""
     with database.reading() as connection:
         row = connection.execute(
             sa.select(PROMPT_TOKENS, sample.c.n_tokens)
@@ -44,10 +45,20 @@ def one(database: Database, run_id: int, sample_id: int, name: str, files: Calla
         if row is None:
             raise NotInRun("sample", [sample_id])
         parts = of_samples(connection, [sample_id], [name])
-    found = parts.get((sample_id, name))
+        found = parts.get((sample_id, name))
+        if not found and name not in arrays.KNOWN:
+            _require_stored(connection, run_id, name)
     if not found:
         return np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=np.bool_)
     return together(name, found, row.prompt_tokens, row.n_tokens, files)
+
+
+def _require_stored(connection: sa.Connection, run_id: int, name: str) -> None:
+    """Raises ArrayNotStored where no sample of the run has an array of this name."""
+    mine = array.join(sample, (sample.c.id == array.c.sample_id) & (sample.c.run_id == run_id))
+    stored = sa.select(array.c.name).select_from(mine)
+    if connection.execute(stored.where(array.c.name == name).limit(1)).scalar() is None:
+        raise ArrayNotStored(name, sorted(connection.execute(stored.distinct()).scalars()), "run")
 
 
 def of_samples(
@@ -93,6 +104,18 @@ def names_of(connection: sa.Connection, sample_ids: Sequence[int]) -> list[str]:
     """Names of the arrays that these samples have."""
     query = sa.select(array.c.name).where(array.c.sample_id.in_(sample_ids[:PART])).distinct().order_by(array.c.name)
     return list(connection.execute(query).scalars())
+
+
+def empty(connection: sa.Connection, sample_ids: Sequence[int], name: str) -> npt.NDArray[Any] | None:
+    """No rows, of the dtype and shape that a named array has; None where none of these samples has it."""
+    for at in range(0, len(sample_ids), PART):
+        query = sa.select(array.c.dtype, array.c.shape).where(
+            array.c.sample_id.in_(sample_ids[at : at + PART]), array.c.name == name
+        )
+        row = connection.execute(query.order_by(array.c.sample_id).limit(1)).one_or_none()
+        if row is not None:
+            return np.zeros((0, *row.shape[1:]), codec.dtype_of(row.dtype))
+    return None
 
 
 def together(

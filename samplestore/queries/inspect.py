@@ -1,4 +1,4 @@
-"""What the command line looks up: runs, groups, engines, and what a typed id names. Bounded, newest first."""
+"""What the command line looks up: runs, engines, and what a typed id names. Bounded, newest first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sqlalchemy as sa
 from samplestore.clock import db_now
 from samplestore.engine import Database
 from samplestore.models import EngineRow, Request, Run, Sample, SampleGroup, Worker
-from samplestore.statements import staleness
 
 run, group, sample, worker, engine, request = (
     t.__table__ for t in (Run, SampleGroup, Sample, Worker, EngineRow, Request)
@@ -44,22 +43,6 @@ def runs(database: Database, limit: int = MAX_ROWS) -> list[dict[str, Any]]:
     )  # fmt: skip
 
 
-def groups(database: Database, run_id: int, state: str | None, limit: int) -> list[dict[str, Any]]:
-    """Groups of a run, newest first; staleness is that of now, None where it is not known."""
-    query = (
-        sa.select(
-            group.c.id, group.c.number, group.c.state, group.c.reason, group.c.prompt_id, group.c.epoch,
-            group.c.n_samples, group.c.n_open, group.c.n_unscored, group.c.n_failed, group.c.n_tokens,
-            staleness.group_lag(run_id).label("staleness"),
-            group.c.reward_mean, group.c.reward_std, group.c.created_at, group.c.ready_at, group.c.settled_at,
-        )
-        .where(group.c.run_id == run_id)
-        .order_by(group.c.number.desc())
-        .limit(limit)
-    )  # fmt: skip
-    return _all(database, query if state is None else query.where(group.c.state == state))
-
-
 def engines(database: Database, run_name: str | None = None) -> list[dict[str, Any]]:
     """Engines that runs drive, and whether they serve their run's current weights."""
     counted = sa.case((engine.c.counter_at.is_not(None), engine.c.generated_tokens)).label("generated_tokens")
@@ -88,6 +71,13 @@ def silent_workers(database: Database) -> list[dict[str, Any]]:
         .order_by(worker.c.id)
         .limit(MAX_ROWS),
     )
+
+
+def waiting_workers(database: Database) -> int:
+    """Live rollout workers of runs for which no engine has ever answered."""
+    engines = sa.exists().where(engine.c.run_id == worker.c.run_id, engine.c.state != "gone")
+    live = (worker.c.state == "live", worker.c.kind == "rollout", ~engines)
+    return int(database.read(lambda c: c.execute(sa.select(sa.func.count()).where(*live)).scalar_one()))
 
 
 _SAMPLE = (

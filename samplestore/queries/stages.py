@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -30,3 +31,22 @@ def served(connection: sa.Connection, run_id: int) -> set[str]:
     live = (worker.c.run_id == run_id) & (worker.c.state == WorkerState.LIVE.value)
     told = connection.execute(sa.select(worker.c.info).where(live)).scalars()
     return {str(name) for info in told for name in (info or {}).get("stages") or ()}
+
+
+def of_sample(connection: sa.Connection, sample_id: int, group_id: int, incarnation: int) -> list[dict[str, Any]]:
+    """Rewards, filters and other stages of one life of a sample, and those of its whole group."""
+    s = stage.c
+    rows = connection.execute(
+        sa.select(
+            s.name, sa.case((s.sample_id.is_(None), "group"), else_="sample").label("of"), s.status, s.outcome, s.value,
+            s.elapsed_s, s.failures, s.owner, s.created_at, s.settled_at,
+            sa.func.substr(s.error, 1, 500).label("error"),
+        )
+        .where(
+            s.group_id == group_id,
+            sa.or_((s.sample_id == sample_id) & (s.incarnation == incarnation), s.sample_id.is_(None)),
+        )
+        .order_by(s.id)
+        .limit(200)
+    )  # fmt: skip
+    return [dict(r._mapping) for r in rows]

@@ -49,6 +49,7 @@ def status(database: Database, run_id: int) -> dict[str, Any]:
             "staleness": staleness_histogram(connection, run_id, GroupState.READY),
             "starving": starving(connection, run_id, RunSettings.parse(row.settings)),
             "aborts": abort_reasons(connection, run_id),
+            "failures": failures(connection, run_id),
             "workers": _workers(connection, run_id),
             "engines": _engines(connection, run_id),
             "batches": _batches(connection, run_id),
@@ -93,9 +94,12 @@ def drop_reasons(connection: sa.Connection, run_id: int) -> dict[str, int]:
 
 
 def abort_reasons(connection: sa.Connection, run_id: int) -> dict[str, int]:
-    """How often samples were stopped in the middle, by reason: aborts, releases, reaps, failures."""
+    """How often samples were stopped in the middle, by reason: aborts, releases, reaps. Failures are one: their reasons
+    are messages, no two alike."""
     kinds = ("abort", "release", "reap", "fail")
-    label = event.c.kind + sa.literal(": ") + sa.func.coalesce(event.c.reason, "")
+    label = sa.case(
+        (event.c.kind == "fail", "fail"), else_=event.c.kind + sa.literal(": ") + sa.func.coalesce(event.c.reason, "")
+    )
     rows = connection.execute(
         sa.select(label.label("why"), sa.func.count())
         .where(event.c.run_id == run_id, event.c.kind.in_(kinds))
@@ -104,6 +108,17 @@ def abort_reasons(connection: sa.Connection, run_id: int) -> dict[str, int]:
         .limit(20)
     )
     return {r[0][:200]: int(r[1]) for r in rows}
+
+
+def failures(connection: sa.Connection, run_id: int) -> dict[str, Any] | None:
+    """Attempts that failed: how many, and the newest one's error. None where there are none."""
+    mine = (event.c.run_id == run_id) & (event.c.kind == "fail")
+    newest = sa.select(event.c.at, event.c.reason).where(mine).order_by(event.c.at.desc(), event.c.id.desc()).limit(1)
+    last = connection.execute(newest).one_or_none()
+    if last is None:
+        return None
+    n = connection.execute(sa.select(sa.func.count()).where(mine)).scalar_one()
+    return {"count": int(n), "newest_error": str(last.reason)[:500], "newest_at": last.at}
 
 
 def _datasets(connection: sa.Connection, run_id: int) -> list[dict[str, Any]]:

@@ -141,6 +141,9 @@ def _facts(connection: sa.Connection, run_id: int, settings: RunSettings) -> dic
         "rollout_workers": count(live, worker.c.kind == WorkerKind.ROLLOUT.value),
         "silent": count(live, worker.c.heartbeat < db_now() - worker.c.ttl_s),
         "engines": count(engine.c.run_id == run_id, engine.c.state != "gone"),
+        "generated": bool(
+            connection.execute(sa.select(sa.exists().where(sample.c.run_id == run_id, sample.c.n_tokens > 0))).scalar()
+        ),
         "failed_engines": count(engine.c.run_id == run_id, engine.c.state == "failed"),
         "strange_engines": count(
             engine.c.run_id == run_id, engine.c.state == "live", engine.c.version.is_(None), engine.c.label.is_not(None)
@@ -174,6 +177,12 @@ def _of_run(f: dict[str, Any]) -> Any:
 def _of_service(f: dict[str, Any]) -> Any:
     if f["rollout_workers"] == 0 and (f["run"].n_prompts or f["evaluating"]):  # imports need none
         yield "no_workers", "no rollout worker is connected (samplestore worker)"
+    elif f["rollout_workers"] and f["engines"] == 0 and not f["generated"]:  # else they do without
+        yield (
+            "no_engine",
+            f"no engine has answered the {f['rollout_workers']} rollout workers yet: look at the --engine or --router "
+            "that they were given, and at their logs",
+        )
     if f["silent"]:
         yield "silent_workers", f"{f['silent']} workers have stopped sending heartbeats"
     if f["worker_error"] is not None:

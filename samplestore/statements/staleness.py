@@ -55,7 +55,10 @@ def current_depth(run_id: Any) -> sa.ScalarSelect[Any]:
     )
 
 
-IMPORTED = group.c.import_key.is_not(None)  # no weights of the run made its tokens: they are behind none
+UNFINISHED = "+"  # begins the import key of a group that came with something left to generate: this run's weights do
+# No weights of the run made its tokens, and none ever will: they are behind none, and in no window. A group that is
+# started afresh loses its key.
+IMPORTED = group.c.import_key.is_not(None) & (sa.func.substr(group.c.import_key, 1, 1) != UNFINISHED)
 
 
 def group_lag(run_id: Any) -> sa.ColumnElement[int]:
@@ -71,8 +74,13 @@ def behind(run_id: Any, version_column: Any) -> sa.ColumnElement[int]:
 def sample_staleness(run_id: int, mode: str) -> sa.Select[Any]:
     """Rows (sample_id, group_id, staleness) of a run's samples that have trained tokens, from their segments.
     Raises InvalidSetting for another mode."""
-    v = version.alias()
-    lag = current_depth(run_id) - freshness(v)
+    return of_samples(current_depth(run_id), mode).where(sample.c.run_id == run_id)
+
+
+def of_samples(depth: Any, mode: str) -> sa.Select[Any]:
+    """The same of samples that the caller chooses. depth: that of the current version of their run."""
+    v = version.alias("v")
+    lag = depth - freshness(v)
     value = {
         StalenessMode.OLDEST: sa.func.max(lag),
         StalenessMode.NEWEST: sa.func.min(lag),
@@ -91,24 +99,28 @@ def sample_staleness(run_id: int, mode: str) -> sa.Select[Any]:
             ).outerjoin(v, (v.c.run_id == sample.c.run_id) & (v.c.version == segment.c.version_min))
         )
         .where(
-            sample.c.run_id == run_id,
             segment.c.loss == 1,
             segment.c.kind == SegmentKind.GENERATED.value,  # no weights made the others, whatever their loss
-            sample.c.status != SampleStatus.FAILED,
+            sample.c.status != SampleStatus.FAILED.value,
         )
         .group_by(sample.c.id, sample.c.group_id)
     )
 
 
+def of_group(per_sample: sa.Subquery) -> sa.ColumnElement[Any]:
+    """The max over the samples of a group, NULL when one is unknown: an aggregate over rows of `of_samples`."""
+    unknown = sa.func.sum(sa.case((per_sample.c.staleness.is_(None), 1), else_=0))
+    return sa.case((unknown > 0, None), else_=sa.func.max(per_sample.c.staleness))
+
+
 def group_staleness(run_id: int, mode: str, group_ids: sa.Select[Any] | None = None) -> sa.Subquery:
-    """Rows (group_id, staleness): the max over samples, NULL when one is unknown."""
+    """Rows (group_id, staleness) of a run's groups that have trained tokens."""
     rows = sample_staleness(run_id, mode)
     if group_ids is not None:
         rows = rows.where(sample.c.group_id.in_(group_ids))
     per_sample = rows.subquery()
-    unknown = sa.func.sum(sa.case((per_sample.c.staleness.is_(None), 1), else_=0))
-    value = sa.case((unknown > 0, None), else_=sa.func.max(per_sample.c.staleness))
-    return sa.select(per_sample.c.group_id, value.label("staleness")).group_by(per_sample.c.group_id).subquery()
+    value = of_group(per_sample).label("staleness")
+    return sa.select(per_sample.c.group_id, value).group_by(per_sample.c.group_id).subquery()
 
 
 def ready_groups(run_id: int, mode: str) -> tuple[Any, Any, sa.ColumnElement[bool]]:

@@ -172,13 +172,23 @@ def close(tx: Tx, ids: Sequence[int], state: str, reason: str) -> None:
 def drop(tx: Tx, ids: Sequence[int], reason: str) -> int:
     """Operator's drop; groups that are dropped already stay so. Raises InvalidTransition for groups that a trainer
     holds or has consumed, NotInRun."""
+    return _end(tx, ids, GroupState.DROPPED, "drop", reason)
+
+
+def expire(tx: Tx, ids: Sequence[int], reason: str) -> int:
+    """Operator's: these groups are too old, whatever the run's window says; those that are stale already stay so. A
+    rewind that makes them fresh again brings them back. Raises as `drop`."""
+    return _end(tx, ids, GroupState.STALE, "expire", reason)
+
+
+def _end(tx: Tx, ids: Sequence[int], target: GroupState, verb: str, reason: str) -> int:
     found = tx.lock_groups(ids)
     _all_of_run(tx, "group", ids, found.values())
     for row in found.values():
-        if row.state not in (*_from(GroupState.DROPPED), GroupState.DROPPED):
-            raise InvalidTransition("group", row.id, row.state, "drop", ", ".join(_from(GroupState.DROPPED)))
+        if row.state not in (*_from(target), target):
+            raise InvalidTransition("group", row.id, row.state, verb, ", ".join(_from(target)))
     # the reason is a key of the ledger, and PostgreSQL's keys are short
-    close(tx, ids, GroupState.DROPPED, codec.clean_text(reason, 200))
+    close(tx, ids, target, codec.clean_text(reason, 200))
     return len(ids)
 
 

@@ -1,13 +1,14 @@
-"""Samples that were generated elsewhere come in, finished: their stages and filters are the run's, as of all others.
+"""Samples that were generated elsewhere come in: their stages and filters are the run's, as of all others.
 
-Their tokens are of kind `environment`, since no weights of the run made them: they are behind none, fill no window of
-admission, and are no part of the token ledger, which counts what was generated here.
+Imported groups are behind no weights and fill no window of admission. Tokens that came with a bare response are of kind
+`environment`, since no weights of a run made them, and are no part of the token ledger. Those that another store or
+slime generated keep their kind and their weight versions (verbs/import_versions.py), and the ledger counts them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -17,11 +18,22 @@ import sqlalchemy as sa
 from samplestore import codec, faults
 from samplestore.arrays import TEACHER, Prepared
 from samplestore.clock import db_now
-from samplestore.errors import InvalidSetting
+from samplestore.errors import ImportConflict, InvalidSetting
 from samplestore.models import PromptRow, Run, Sample, SampleGroup, Segment, SegmentArray, Stage, Worker
-from samplestore.states import GroupState, Purpose, SampleStatus, SegmentKind, StageStatus, WorkerKind, WorkerState
+from samplestore.statements.staleness import UNFINISHED
+from samplestore.states import (
+    CLAIMABLE,
+    FINISHED,
+    GroupState,
+    Purpose,
+    SampleStatus,
+    SegmentKind,
+    StageStatus,
+    WorkerKind,
+    WorkerState,
+)
 from samplestore.types import TEACHER_STAGE, Added
-from samplestore.verbs import groups, liveness, prompts
+from samplestore.verbs import groups, import_versions, liveness, prompts
 from samplestore.verbs.arrays import row_of as array_row
 from samplestore.verbs.stages import OK
 from samplestore.verbs.tx import Tx
@@ -33,19 +45,32 @@ run, prompt, group, sample, segment, segment_array, stage, worker = (
 CHUNK = 100  # groups at once
 PART = 500  # samples a statement
 REWARD_STAGE = "reward"
+GIVEN_UP = (GroupState.DROPPED, GroupState.STALE, GroupState.SUPERSEDED)
 
 Keep = Callable[[Prepared], Prepared]
 
 
-def import_groups(tx: Tx, given: Iterable[Any], keep: Keep) -> Added:
-    """Store groups (samplestore.imports.Imported) as finished samples, in their order; those whose key is there already
-    are left alone. `keep` puts a large array into its file. Raises InvalidSetting for a reward that no stage of the run
-    would give, or a data set that is there for something else."""
+def import_groups(
+    tx: Tx,
+    given: Iterable[Any],
+    keep: Keep,
+    manifest: Mapping[str, Any] | None = None,
+    versions: Iterable[int] = (),
+    recorded: bool = False,
+) -> Added:
+    """Store groups (samplestore.imports.Imported), in their order; those whose key is there already are left alone, and
+    so are the run's own, which an export of it brings back. `keep` puts a large array into its file; `manifest`,
+    `versions` and `recorded` say what the weight versions of the groups are (verbs/import_versions.py).
+    Raises InvalidSetting for a reward that no stage of the run would give, or a data set that is there for something
+    else; ImportConflict for a group that says something else than when it was imported before, or has the run's uuid
+    and is none of its groups."""
     worker_id = liveness.register(tx, WorkerKind.TOOL.value, "import")
     row = tx.lock_run()
+    known = import_versions.bring(tx, row, manifest, sorted(versions), recorded)
     number, existing, waiting = row.n_groups, 0, iter(given)
+    before = _Before(tx)
     while part := list(islice(waiting, CHUNK)):
-        keys = {one.key for one in part}
+        keys = {one.import_key for one in part}
         there = set(
             tx.execute(
                 sa.select(group.c.import_key).where(group.c.run_id == tx.run_id, group.c.import_key.in_(keys))
@@ -53,13 +78,14 @@ def import_groups(tx: Tx, given: Iterable[Any], keep: Keep) -> Added:
         )
         new = []
         for one in part:
-            if one.key in there:
+            if one.import_key in there or _own(row, one):
                 existing += 1
             else:
-                there.add(one.key)
+                before.require_new(one)
+                there.add(one.import_key)
                 new.append(one)
         if new:
-            _store(tx, row, new, number, worker_id, keep)
+            _Storing(tx, worker_id, keep, known).store(new, number, row)
             number += len(new)
         faults.reached("importing")
     tx.execute(sa.update(run).where(run.c.id == tx.run_id).values(n_groups=number))
@@ -72,69 +98,170 @@ def import_groups(tx: Tx, given: Iterable[Any], keep: Keep) -> Added:
     return Added(added, existing)
 
 
-def _store(tx: Tx, row: Any, new: Sequence[Any], number: int, worker_id: int, keep: Keep) -> None:
-    prompts.add(tx, [one.prompt for one in new], Purpose.IMPORT)
-    keys = {one.prompt.content_key for one in new}
-    mine = (prompt.c.run_id == tx.run_id) & prompt.c.content_key.in_(keys)
-    ids = {r.content_key: r.id for r in tx.rows(sa.select(prompt.c.content_key, prompt.c.id).where(mine))}
-    made = tx.execute(
-        sa.insert(group).values(created_at=db_now()).returning(group.c.id, sort_by_parameter_order=True),
-        [
-            {
-                "run_id": tx.run_id, "prompt_id": ids[one.prompt.content_key], "number": number + i,
-                "epoch": row.epoch, "timeline": row.timeline, "state": GroupState.OPEN.value,
-                "n_samples": len(one.responses), "n_open": 0, "import_key": one.key,
-            }
-            for i, one in enumerate(new)
-        ],
-    ).scalars().all()  # fmt: skip
-    pending = _samples(tx, list(zip(made, new, strict=True)), worker_id, keep)
-    for group_id in made:
-        groups.count(tx, group_id, n_unscored=pending[group_id])
+def _own(row: Any, one: Any) -> bool:
+    """Whether the group was exported from this very run, and is in it. Raises ImportConflict where it is not: the
+    database is older than its export."""
+    if one.origin is None or one.origin.partition("/")[0] != row.uuid:
+        return False
+    if int(one.origin.partition("/")[2]) >= row.n_groups:
+        raise ImportConflict(one.origin, "is of this run, which has it not: the database is older than the export")
+    return True
 
 
-def _samples(tx: Tx, groups: list[tuple[int, Any]], worker_id: int, keep: Keep) -> Counter[int]:
-    """The samples of these groups, with segments, arrays and stages, each kind in one statement; how many stages are
-    still to be done, by group."""
-    responses = [(group_id, i, r) for group_id, one in groups for i, r in enumerate(one.responses)]
-    now: dict[str, Any] = {"created_at": db_now()}
-    finished = {"finished_at": db_now(), "finished_by": worker_id}
-    ids: list[int] = []
-    for at in range(0, len(responses), PART):
-        rows = [_sample(tx, *each) for each in responses[at : at + PART]]
-        inserted = sa.insert(sample).values(**now, **finished).returning(sample.c.id, sort_by_parameter_order=True)
-        ids += tx.execute(inserted, rows).scalars().all()
-    segments: list[dict[str, Any]] = []
-    beside: list[dict[str, Any]] = []
-    pending: list[dict[str, Any]] = []
-    settled: list[dict[str, Any]] = []
-    for sample_id, (group_id, _, response) in zip(ids, responses, strict=True):
-        mine = _segments(sample_id, response, worker_id)
-        segments += mine
-        beside += [array_row(sample_id, 0, len(mine) - 1, keep(array)) for array in response.named]
-        for row in _stages(tx, group_id, sample_id, response):
-            (pending if row["status"] == StageStatus.PENDING else settled).append(row)
-    tx.execute(sa.insert(segment).values(**now), segments)
-    if beside:
-        tx.execute(sa.insert(segment_array).values(**now), beside)
-    if pending:
-        tx.execute(sa.insert(stage).values(**now), pending)
-    if settled:
-        tx.execute(sa.insert(stage).values(settled_at=db_now(), **now), settled)
-    return Counter(row["group_id"] for row in pending)
+class _Before:
+    """What was imported before from the same runs, by portable id. Looked up once a run: a database's order of text is
+    its own, so that no index finds what begins alike."""
+
+    def __init__(self, tx: Tx) -> None:
+        self.tx, self.known = tx, dict[str, dict[str, str]]()
+
+    def require_new(self, one: Any) -> None:
+        """Raises ImportConflict where a group of this portable id is there, that said something else."""
+        if one.origin is None:
+            return
+        uuid = one.origin.partition("/")[0]
+        if uuid not in self.known:
+            begins = [group.c.import_key.startswith(f"{mark}{uuid}/", autoescape=True) for mark in ("", UNFINISHED)]
+            mine = sa.select(group.c.import_key).where(group.c.run_id == self.tx.run_id, sa.or_(*begins))
+            keys = self.tx.execute(mine)
+            self.known[uuid] = dict(key.removeprefix(UNFINISHED).rsplit(":", 1) for key in keys.scalars())
+        if one.origin in self.known[uuid]:
+            raise ImportConflict(one.origin)
+        self.known[uuid][one.origin] = one.key
 
 
-def _sample(tx: Tx, group_id: int, index: int, response: Any) -> dict[str, Any]:
-    n, trained = int(response.ids.size), int(response.loss.sum())
-    probs = response.logprobs
-    return {
-        "run_id": tx.run_id, "group_id": group_id, "index": index, "status": response.status,
-        "n_tokens": n, "n_loss_tokens": trained, "n_segments": len(_runs(response.loss)),
-        "n_without_logprob": trained if probs is None else 0,
-        "logprob_sum": 0.0 if probs is None else _sum(probs[response.loss == 1]),
-        "finish_reason": "length" if response.status == SampleStatus.TRUNCATED else "stop",
-        "reward": _weighted(tx, response.reward),
-    }  # fmt: skip
+class _Storing:
+    """Groups with all that belongs to them, each kind of row in one statement. versions: the run's number of a version
+    of the groups, None where the run does not have it."""
+
+    def __init__(self, tx: Tx, worker_id: int, keep: Keep, versions: Mapping[int, int | None]) -> None:
+        self.tx, self.worker_id, self.keep, self.versions = tx, worker_id, keep, versions
+
+    def store(self, new: Sequence[Any], number: int, row: Any) -> None:
+        tx = self.tx
+        prompts.add(tx, [one.prompt for one in new], Purpose.IMPORT)
+        keys = {one.prompt.content_key for one in new}
+        mine = (prompt.c.run_id == tx.run_id) & prompt.c.content_key.in_(keys)
+        ids = {r.content_key: r.id for r in tx.rows(sa.select(prompt.c.content_key, prompt.c.id).where(mine))}
+        made = tx.execute(
+            sa.insert(group).values(created_at=db_now()).returning(group.c.id, sort_by_parameter_order=True),
+            [
+                {
+                    "run_id": tx.run_id, "prompt_id": ids[one.prompt.content_key], "number": number + i,
+                    "epoch": row.epoch if one.origin is None else one.samples[0].epoch,
+                    "timeline": row.timeline if one.origin is None else import_versions.timeline(row, one.samples[0]),
+                    "state": GroupState.OPEN.value, "n_samples": len(one.samples), "n_open": 0,
+                    "import_key": one.import_key,
+                }
+                for i, one in enumerate(new)
+            ],
+        ).scalars().all()  # fmt: skip
+        pending = self._samples(list(zip(made, new, strict=True)))
+        for group_id, one in zip(made, new, strict=True):
+            n_open = sum(s.status in CLAIMABLE for s in one.samples)
+            n_failed = sum(s.status == SampleStatus.FAILED for s in one.samples)
+            if any(p.version_min is not None for s in one.samples for p in s.pieces):
+                groups.restale(tx, [group_id])
+            groups.count(tx, group_id, n_open=n_open, n_unscored=pending[group_id], n_failed=n_failed)
+            self._close(group_id, one)
+
+    def _close(self, group_id: int, one: Any) -> None:
+        """What was given up elsewhere is given up here. What was consumed there may be trained on here."""
+        state, reason = one.samples[0].group_state, one.samples[0].group_reason
+        if one.origin is None or state not in GIVEN_UP:
+            return
+        target = GroupState.STALE if state == GroupState.STALE else GroupState.DROPPED
+        groups.close(self.tx, [group_id], target, codec.clean_text(reason or state, 200))
+
+    def _samples(self, given: list[tuple[int, Any]]) -> Counter[int]:
+        """How many stages are still to be done, by group."""
+        tx = self.tx
+        all_of_them = [(group_id, one, s) for group_id, one in given for s in one.samples]
+        now: dict[str, Any] = {"created_at": db_now()}
+        ids: list[int] = []
+        for at in range(0, len(all_of_them), PART):
+            rows = [self._sample(*each) for each in all_of_them[at : at + PART]]
+            inserted = sa.insert(sample).values(**now).returning(sample.c.id, sort_by_parameter_order=True)
+            ids += tx.execute(inserted, rows).scalars().all()
+        self._ended(ids, [s for _, _, s in all_of_them])
+        self._parents(ids, all_of_them)
+        beside: list[dict[str, Any]] = []
+        stages: dict[StageStatus, list[dict[str, Any]]] = {StageStatus.PENDING: [], StageStatus.DONE: []}
+        for at in range(0, len(ids), PART):
+            part = list(zip(ids, all_of_them, strict=True))[at : at + PART]
+            segments = [r for sample_id, (_, _, s) in part for r in self._segments(sample_id, s)]
+            with tx.moving(samples=[sample_id for sample_id, _ in part]):
+                if segments:
+                    tx.execute(sa.insert(segment).values(**now), segments)
+        for sample_id, (group_id, one, s) in zip(ids, all_of_them, strict=True):
+            beside += [array_row(sample_id, s.incarnation, seq, self.keep(array)) for seq, array in s.named]
+            for row in _stages(tx, group_id, sample_id, s, one.origin is not None):
+                stages[StageStatus.PENDING if row["status"] == StageStatus.PENDING else StageStatus.DONE].append(row)
+        if beside:
+            tx.execute(sa.insert(segment_array).values(**now), beside)
+        stages[StageStatus.DONE] += [r for group_id, one in given for r in _of_group(tx, group_id, one)]
+        if stages[StageStatus.PENDING]:
+            tx.execute(sa.insert(stage).values(**now), stages[StageStatus.PENDING])
+        if stages[StageStatus.DONE]:
+            tx.execute(sa.insert(stage).values(settled_at=db_now(), **now), stages[StageStatus.DONE])
+        return Counter(row["group_id"] for row in stages[StageStatus.PENDING])
+
+    def _ended(self, ids: Sequence[int], samples: Sequence[Any]) -> None:
+        ended = [i for i, s in zip(ids, samples, strict=True) if s.status not in CLAIMABLE]
+        for at in range(0, len(ended), PART):
+            mine = sample.c.id.in_(ended[at : at + PART])
+            self.tx.execute(
+                sa.update(sample).where(mine).values(finished_at=db_now(), finished_by=self.worker_id)
+            )  # both by one clock: the database's
+
+    def _parents(self, ids: Sequence[int], all_of_them: Sequence[tuple[int, Any, Any]]) -> None:
+        """A fork names its parent by its place, and the database by its id."""
+        by_place = {(group_id, s.sample): id for id, (group_id, _, s) in zip(ids, all_of_them, strict=True)}
+        for id, (group_id, _, s) in zip(ids, all_of_them, strict=True):
+            if s.parent is not None:
+                values = {"parent_id": by_place[group_id, s.parent], "parent_upto": s.parent_upto}
+                self.tx.execute(sa.update(sample).where(sample.c.id == id).values(**values))
+
+    def _version(self, number: int | None) -> int | None:
+        return None if number is None else self.versions.get(number)
+
+    def _sample(self, group_id: int, one: Any, s: Any) -> dict[str, Any]:
+        loss = np.repeat([p.loss for p in s.pieces], [p.n_tokens for p in s.pieces]) if s.pieces else np.zeros(0)
+        trained = [p for p in s.pieces if p.loss and p.kind == SegmentKind.GENERATED]
+        known = [v for p in trained if (v := self._version(p.version_min)) is not None]
+        ranges = [v for p in s.pieces for v in (self._version(p.version_min), self._version(p.version_max))]
+        told = [v for v in ranges if v is not None]
+        reward = s.reward if one.origin is not None else _weighted(self.tx, s.reward)
+        return {
+            "run_id": self.tx.run_id, "group_id": group_id, "index": s.sample, "incarnation": s.incarnation,
+            "status": s.status, "attempt": max((p.attempt for p in s.pieces), default=0),
+            "n_tokens": int(s.own_ids.size), "n_loss_tokens": int(loss.sum()), "n_segments": len(s.pieces),
+            "n_aborts": s.n_aborts, "n_resumes": s.n_resumes, "removed": s.removed, "reward": reward,
+            "n_without_logprob": sum(p.n_tokens for p in s.pieces if p.loss and not p.log_probs),
+            "logprob_sum": _sum(s.own_log_probs[loss == 1]), "finish_reason": s.finish_reason,
+            "version_min": min(told, default=None), "version_max": max(told, default=None),
+            "oldest_version": min(known, default=None), "version_unknown": int(len(known) < len(trained)),
+        }  # fmt: skip
+
+    def _segments(self, sample_id: int, s: Any) -> list[dict[str, Any]]:
+        rows, start = [], 0
+        ids, all_probs = s.own_ids, s.own_log_probs
+        for seq, p in enumerate(s.pieces):
+            stop = start + p.n_tokens
+            probs = all_probs[start:stop] if p.log_probs else None
+            low = self._version(p.version_min)
+            rows.append(
+                {
+                    "sample_id": sample_id, "incarnation": s.incarnation, "seq": seq, "start": start,
+                    "n_tokens": p.n_tokens, "kind": p.kind, "loss": p.loss, "owner": self.worker_id,
+                    "attempt": p.attempt, "request_rid": p.request, "finish_reason": p.finish_reason,
+                    "version_min": low, "version_max": None if low is None else self._version(p.version_max),
+                    "logprob_sum": 0.0 if probs is None else _sum(probs),
+                    "payload": codec.encode(ids[start:stop], probs),
+                }
+            )  # fmt: skip
+            start = stop
+        return rows
 
 
 def _weighted(tx: Tx, reward: float | None) -> float | None:
@@ -153,38 +280,37 @@ def _sum(values: Any) -> float:
     return float(np.add.reduce(values, dtype=np.float64))
 
 
-def _runs(loss: Any) -> list[tuple[int, int]]:
-    """[start, stop) of neighbours with one loss mask: a segment has one."""
-    turns = (np.flatnonzero(np.diff(loss)) + 1).tolist()
-    return list(zip([0, *turns], [*turns, len(loss)], strict=True))
-
-
-def _segments(sample_id: int, response: Any, worker_id: int) -> list[dict[str, Any]]:
-    rows = []
-    for seq, (start, stop) in enumerate(_runs(response.loss)):
-        probs = None if response.logprobs is None else response.logprobs[start:stop]
-        rows.append(
-            {
-                "sample_id": sample_id, "incarnation": 0, "seq": seq, "start": start, "n_tokens": stop - start,
-                "kind": SegmentKind.ENVIRONMENT.value, "loss": int(response.loss[start]), "owner": worker_id,
-                "attempt": 0, "logprob_sum": 0.0 if probs is None else _sum(probs),
-                "payload": codec.encode(response.ids[start:stop], probs),
-            }
-        )  # fmt: skip
-    return rows
-
-
-def _stages(tx: Tx, group_id: int, sample_id: int, response: Any) -> list[dict[str, Any]]:
-    """The run's stages; settled where the row brought what they would give."""
-    taught = any(array.name == TEACHER for array in response.named)
-    rows = []
+def _stages(tx: Tx, group_id: int, sample_id: int, s: Any, exported: bool) -> list[dict[str, Any]]:
+    """The run's stages, settled where the row brought what they would give; and what stages of its own run gave."""
+    taught = any(array.name == TEACHER for _, array in s.named)
+    base = {"run_id": tx.run_id, "group_id": group_id, "sample_id": sample_id, "incarnation": s.incarnation}
+    brought = {r.name: r for r in s.rewards}
+    rows = [
+        {
+            **base, "name": r.name, "status": r.status, "outcome": r.outcome, "value": r.value, "details": r.details,
+        }
+        for r in brought.values()
+        if exported or r.name in tx.settings.stages
+    ]  # fmt: skip
     for name in tx.settings.stages:
-        done = (name == REWARD_STAGE and response.reward is not None) or (name == TEACHER_STAGE and taught)
+        if name in brought or s.status not in FINISHED:
+            continue
+        done = name == TEACHER_STAGE and taught
+        status = (StageStatus.DONE if done else StageStatus.PENDING).value
         rows.append(
-            {
-                "run_id": tx.run_id, "group_id": group_id, "sample_id": sample_id, "name": name,
-                "status": (StageStatus.DONE if done else StageStatus.PENDING).value, "outcome": OK if done else None,
-                "value": response.reward if done and name == REWARD_STAGE else None,
-            }
-        )  # fmt: skip
+            {**base, "name": name, "status": status, "outcome": OK if done else None, "value": None, "details": None}
+        )
     return rows
+
+
+def _of_group(tx: Tx, group_id: int, one: Any) -> list[dict[str, Any]]:
+    """Stages of the group that need not be done again: every sample that they would judge brought their value."""
+    judged = [s for s in one.samples if s.status in FINISHED]
+    return [
+        {
+            "run_id": tx.run_id, "group_id": group_id, "sample_id": None, "name": name, "outcome": OK, "value": None,
+            "incarnation": sum(s.incarnation for s in one.samples), "status": StageStatus.DONE.value, "details": None,
+        }
+        for name in tx.settings.group_stages
+        if judged and all(any(r.name == name for r in s.rewards) for s in judged)
+    ]  # fmt: skip

@@ -35,11 +35,8 @@ def rewind(tx: Tx, step: int, call: str | None = None) -> WeightVersion:
         return weights.as_version(weights.row_of(tx, done["version"]))
     if _is_there(tx, row, step):
         return weights.as_version(weights.row_of(tx, row.current_version))
-    if step < row.retention_step:
-        raise RewindTooFar(step, row.retention_step, "what came after it was pruned, up to step")
     undone = _undone(tx, step)
-    if step > (newest := _newest_step(tx)):  # a typing error must not fork the timeline
-        raise InvalidSetting("step", step, f"-1 (before the first) to {newest}, the newest of this timeline")
+    require_reachable(tx, row, step)
     tx.as_worker(SHARED)
     _lock_groups(tx, [b.id for b in undone])
     for b in undone:
@@ -49,6 +46,15 @@ def rewind(tx: Tx, step: int, call: str | None = None) -> WeightVersion:
     _refresh_window(tx)
     tx.event("rewind", None, step=step, version=restored.version, details={"batches": len(undone), "call": call})
     return restored
+
+
+def require_reachable(tx: Tx, row: Any, step: int) -> None:
+    """Raises RewindTooFar, InvalidSetting where no checkpoint of `step` can be gone back to. row: the run's."""
+    whole("step", step, -1)
+    if step < row.retention_step:
+        raise RewindTooFar(step, row.retention_step, "what came after it was pruned, up to step")
+    if step > (newest := newest_step(tx)):  # a typing error must not fork the timeline
+        raise InvalidSetting("step", step, f"-1 (before the first) to {newest}, the newest of this timeline")
 
 
 def _is_there(tx: Tx, row: Any, step: int) -> bool:
@@ -86,7 +92,7 @@ def _undone(tx: Tx, step: int) -> list[Any]:
     )
 
 
-def _newest_step(tx: Tx) -> int:
+def newest_step(tx: Tx) -> int:
     """The newest step of this line of training: of a committed batch, or of a version that was not left behind."""
     settled = (batch.c.run_id == tx.run_id) & (batch.c.state == BatchState.COMMITTED.value)
     of_batch = tx.execute(sa.select(sa.func.max(batch.c.step)).where(settled)).scalar()

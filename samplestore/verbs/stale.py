@@ -10,6 +10,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from samplestore import codec
 from samplestore.models import SampleGroup
 from samplestore.statements import staleness
 from samplestore.states import IN_WINDOW, UNFINISHED_GROUP, GroupState, StalePolicy
@@ -34,15 +35,26 @@ def sweep(tx: Tx) -> int:
     )
     found = [(unknown, staleness.UNKNOWN)]
     if rules.stale in ACTS:
-        unfinished = group.c.state.in_([s.value for s in UNFINISHED_GROUP]) & group.c.evaluation_id.is_(None)
-        found += [
-            _ready_beyond(tx, rules.max_staleness, rules.staleness_mode),
-            (
-                staleness.beyond(tx.run_id, rules.staleness_mode, rules.max_staleness, unfinished),
-                _too_old(rules.max_staleness),
-            ),
-        ]
+        found += _beyond(tx, rules.max_staleness)
     return _settle(tx, rules.stale, found)
+
+
+def _beyond(tx: Tx, window: int) -> list[Found]:
+    """The groups of the window that are, by the run's staleness mode, more versions behind than that."""
+    mode = tx.settings.staleness_mode
+    unfinished = group.c.state.in_([s.value for s in UNFINISHED_GROUP]) & group.c.evaluation_id.is_(None)
+    return [
+        _ready_beyond(tx, window, mode),
+        (staleness.beyond(tx.run_id, mode, window, unfinished), _too_old(window)),
+    ]
+
+
+def expire_beyond(tx: Tx, window: int, reason: str | None = None) -> int:
+    """Operator's: close what is more than `window` versions behind, whatever the run does with it. Returns how many
+    groups."""
+    tx.lock_run()
+    found = [(query, codec.clean_text(reason, 200) if reason else why) for query, why in _beyond(tx, window)]
+    return _settle(tx, StalePolicy.EXPIRE, found)
 
 
 def settle_ready(tx: Tx, window: int, mode: str, stale: str) -> int:

@@ -220,6 +220,7 @@ class Transactor(Protocol):
 
     database: Database
     id: int
+    uuid: str
     name: str
     settings: RunSettings
     tokenizer: Any

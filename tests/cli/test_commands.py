@@ -15,6 +15,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
@@ -22,6 +23,7 @@ import sqlalchemy as sa
 import samplestore
 from samplestore import errors
 from samplestore.cli import app, exits
+from samplestore.cli.common import complete_run
 from samplestore.cli.output import printable
 from samplestore.migrations import REVISION
 from samplestore.models import EngineRow
@@ -91,7 +93,7 @@ def test_a_command_without_its_packages_says_what_to_install(monkeypatch: pytest
     assert "dashboard" in cli("--help").out
 
 
-def test_completion_knows_commands_and_their_options() -> None:
+def test_completion_knows_commands_options_and_runs(sqlite_url: str) -> None:
     def complete(words: str) -> set[str]:
         told = {
             "_SAMPLESTORE_COMPLETE": "complete_bash",
@@ -103,6 +105,13 @@ def test_completion_knows_commands_and_their_options() -> None:
 
     assert {"status", "show"} <= complete("samplestore s")
     assert "--groups" in complete("samplestore why --g")
+    with samplestore.open(sqlite_url) as store:
+        store.run("gsm8k")
+        store.run("grpo")
+        store.run("math")
+    assert complete(f"samplestore status --db {sqlite_url} --run g") == {"gsm8k", "grpo"}
+    for url, begun, names in ((sqlite_url, "m", ["math"]), (sqlite_url, "x", []), ("nowhere.db", "g", [])):
+        assert complete_run(SimpleNamespace(params={"db": url}), begun) == names
 
 
 # -- exit codes
@@ -120,6 +129,24 @@ def test_usage_errors_exit_2(cli: Cli, small: Small) -> None:
         assert (answer.code, answer.out) == (2, ""), arguments
         assert answer.err.startswith("error: ") and answer.err.endswith(said + "\n"), answer.err
         assert answer.err.count("\n") == 1, "one paragraph"
+
+
+def test_arguments_that_are_no_text_exit_2(cli: Cli, small: Small) -> None:
+    """Bytes that are not UTF-8 arrive as lone surrogates."""
+    for arguments in (["status", "--run", "\udcff"], ["pause", "--reason", "a\udc80"], ["\udcff"]):
+        answer = cli(*arguments, "--db", small.url)
+        assert (answer.code, answer.out) == (2, ""), answer.err
+        assert "is not UTF-8" in answer.err and answer.err.endswith("See: samplestore --help\n")
+
+
+def test_a_url_without_its_slashes_is_no_file_name(cli: Cli) -> None:
+    """As a file it would be told, with the password."""
+    for url in ("postgres:/u:geheim@h/x", "postgresql+psycopg:u:geheim@h/x", "sqlite:/geheim.db"):
+        for command in ("status", "doctor", "dashboard"):
+            answer = cli(command, "--db", url)
+            assert answer.code == 1 and "has no // after its" in answer.err, answer.err
+            assert "geheim" not in answer.err + answer.out
+    assert os.listdir() == []
 
 
 def test_no_database_named_is_a_usage_error(cli: Cli) -> None:
@@ -288,7 +315,7 @@ def test_debug_shows_the_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_every_error_is_one_paragraph_that_ends_with_a_command(error: errors.SampleStoreError) -> None:
     text = exits.with_next_command(error)
-    assert "\n" not in text
+    assert "\n" not in text, "only errors that list rows have lines"
     assert re.search(r"samplestore [a-z]|pip install|ps -fp", text.rsplit(". ", 1)[-1])
     assert text.count("Look further with") <= 1
 
@@ -381,7 +408,7 @@ def test_watch_looks_again_until_ctrl_c(processes: Processes, sqlite_url: str) -
         run.pause(HOSTILE)
         watching.wait_for(lambda: '"paused"' in watching.log(), what="it sees the change")
     os.kill(watching.pid, signal.SIGINT)
-    assert watching.wait(timeout=30) == 0
+    assert watching.wait(timeout=30) == 130 and "Traceback" not in watching.log()
     states = [json.loads(line)["state"] for line in watching.log().splitlines()]
     assert states[0] == "running" and states[-1] == "paused"
 

@@ -6,9 +6,10 @@ import pytest
 import sqlalchemy as sa
 
 import samplestore
-from samplestore.errors import LeaseLost
+from samplestore.errors import InvalidSetting, LeaseLost
 from samplestore.models import EngineRow, Event, Sample, SampleGroup, Worker
 from tests.cli.conftest import ENGINE, Cli, Small
+from tests.support import factory as f
 
 
 def events(small: Small, kind: str) -> list[str | None]:
@@ -128,3 +129,73 @@ def test_engines_forget(cli: Cli, small: Small) -> None:
     again = cli("engines", "forget", ENGINE, "--db", small.url)
     assert again.code == 1 and again.err.rstrip().endswith("samplestore engines list")
     assert len(events(small, "engine_forgotten")) == 1
+
+
+def test_drain_says_how_to_go_on(cli: Cli, small: Small) -> None:
+    assert cli("drain", "--db", small.url).out.rstrip().endswith("samplestore resume --run small")
+
+
+def test_a_name_is_quoted_in_what_to_type(cli: Cli, store: samplestore.Store, db_url: str) -> None:
+    store.run("a b; $(id)")
+    for command in ("pause", "drain"):
+        assert cli(command, "--db", db_url).out.endswith("samplestore resume --run 'a b; $(id)'\n")
+    refused = cli("rewind", 0, "--db", db_url)
+    assert refused.code == 2 and refused.err.endswith("samplestore rewind 0 --run 'a b; $(id)' --yes\n")
+
+
+@pytest.mark.parametrize("name", ["\udcff", "a\x00", "x" * 201], ids=["surrogate", "NUL", "long"])
+def test_what_can_be_no_name_of_a_run_is_refused(store: samplestore.Store, name: str) -> None:
+    for verb in (store.run, store.existing_run):
+        with pytest.raises(InvalidSetting, match="1 to 200 characters without NUL or lone surrogates"):
+            verb(name)
+    assert store.run_names() == []
+
+
+def test_expire_closes_named_groups(cli: Cli, small: Small) -> None:
+    answer = cli("expire", 2, 3, "--db", small.url, "--reason", "old prompts")
+    assert answer.out == "run small: 2 groups are stale (numbers 1, 2)\n", answer.err
+    told = cli("ledger", "--db", small.url, "--json").json
+    assert told["closed"] is True and (told["by_fate"]["stale"], told["by_fate"]["ready"]) == (13, 0)
+    assert events(small, "stale") == ["old prompts", "old prompts"]
+    with samplestore.open(small.url) as store:
+        assert store.run("small").check() == []
+    assert cli("expire", 2, "--db", small.url, "--reason", "again").code == 0, "what is stale stays so"
+
+
+def test_expire_closes_what_is_too_far_behind(cli: Cli, store: samplestore.Store, db_url: str) -> None:
+    run = f.make_run(store, prompts=3, max_staleness=5, stale="skip")
+    claims = run.claim(f.register(run), 6)
+    for claim in claims[:2]:
+        f.answer(run, claim)
+    f.add(run, claims[2])  # a group in the middle; the third has no tokens, and is as old as its first will be
+    run.publish_weights(step=1)
+    run.publish_weights(step=2)
+    assert run.expire(max_staleness=2) == 0
+    answer = cli("expire", "--max-staleness", 1, "--reason", "too old for us", "--db", db_url)
+    assert answer.out == "run r: 2 groups that were more than 1 versions behind are stale\n", answer.err
+    f.sound(run)
+    assert f.states(run) == ["stale", "stale", "open"]
+    assert {e["reason"] for e in f.events(run, "stale")} == {"too old for us"}
+    with pytest.raises(LeaseLost):
+        f.add(run, claims[2])
+    run.rewind(-1)
+    assert f.states(run) == ["ready", "open", "open"], "as fresh as the weights again"
+    f.sound(run)
+
+
+def test_expire_refuses(cli: Cli, small: Small) -> None:
+    for flags, code, said in (
+        ([], 2, "samplestore expire --help"),
+        ([2], 2, "samplestore expire --help"),
+        ([2, "--max-staleness", 1, "--reason", "x"], 2, "samplestore expire --help"),
+        ([1, "--reason", "x"], 1, "it is consumed"),
+        ([99, "--reason", "x"], 1, "samplestore groups"),
+    ):
+        answer = cli("expire", *flags, "--db", small.url)
+        assert (answer.code, answer.out) == (code, ""), flags
+        assert said in answer.err
+    with samplestore.open(small.url) as store:
+        run = store.run("small")
+        for wrong in ({}, {"group_ids": [2], "max_staleness": 1}, {"max_staleness": -1}, {"group_ids": [2]}):
+            with pytest.raises(samplestore.errors.InvalidSetting):
+                run.expire(**wrong)

@@ -29,6 +29,8 @@ def test_what_is_refused_is_named(cli: Any, tmp_path: Path) -> None:
     assert done.code == 1
     assert f"{path}:2: log_probs: 2 tokens but 1 log-probs" in done.err
     assert "nothing of it was stored" in done.err
+    told = done.err.splitlines()
+    assert told[1].startswith(f"  {path}:2: log_probs: ") and told[2].startswith("Correct the file"), "a row, a line"
     missing = cli("import-samples", "nowhere.jsonl", "--run", "d", "--db", str(tmp_path / "none.db"))
     assert missing.code == 1 and "no such file" in missing.err
     assert not (tmp_path / "none.db").exists()

@@ -30,21 +30,11 @@ def ready(store: Store, prompts: int = 4, **settings: object) -> tuple[Run, int,
     return run, worker, trainer
 
 
-def groups_of(run: Run, batch: int) -> list[int]:
-    found = f.rows(
-        run,
-        "SELECT g.number FROM batch_group b JOIN sample_group g ON g.id = b.group_id "
-        "WHERE b.batch_id = :b ORDER BY b.position",
-        b=batch,
-    )
-    return [r["number"] for r in found]
-
-
 def test_a_batch_takes_the_first_groups_in_order(store: Store) -> None:
     run, _, trainer = ready(store)
     first, second = f.lease(run, trainer, 0), f.lease(run, trainer, 1)
     assert first is not None and second is not None
-    assert (groups_of(run, first), groups_of(run, second)) == ([0, 1], [2, 3])
+    assert (f.groups_of(run, first), f.groups_of(run, second)) == ([0, 1], [2, 3])
     assert f.states(run) == ["leased"] * 4
     assert f.lease(run, trainer, 2) is None
     f.sound(run)
@@ -257,7 +247,7 @@ def test_rewind_returns_exactly_what_the_checkpoint_has_not_seen(store: Store) -
     for step in (2, 3):
         batch = f.lease(run, trainer, step, 1)
         assert batch is not None
-        assert groups_of(run, batch) == before[step]
+        assert f.groups_of(run, batch) == before[step]
         f.commit(run, batch, trainer)
     assert consumed(run) == before
     f.sound(run)
@@ -339,7 +329,7 @@ def test_a_rewind_twice_to_the_same_step(store: Store) -> None:
         assert consumed(run) == {0: before[0]}
         batch = f.lease(run, trainer, 1, 1)
         assert batch is not None
-        assert groups_of(run, batch) == before[1]
+        assert f.groups_of(run, batch) == before[1]
         f.commit(run, batch, trainer)
         run.publish_weights(path="/w/again", step=1)
     assert run.rewind(1).path == "/w/again"

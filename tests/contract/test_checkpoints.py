@@ -19,7 +19,7 @@ from samplestore.verbs import weights
 
 from ..support import factory as f
 from ..support.processes import Processes, wait_until
-from .test_batches_rewind import consumed, groups_of, trained
+from .test_batches_rewind import consumed, trained
 from .test_lost_ack import lost_acknowledgements
 
 # -- a trainer dies
@@ -74,7 +74,7 @@ def test_a_killed_trainer_goes_on_without_skipping_or_doubling(
     for step in range(restored + 1, 8):
         batch = f.lease(run, trainer, step, 1)
         assert batch is not None
-        seen += groups_of(run, batch)
+        seen += f.groups_of(run, batch)
         f.commit(run, batch, trainer)
     assert sorted(seen) == list(range(8)), "every group once"
     f.sound(run)
@@ -87,7 +87,7 @@ def test_a_lost_checkpoint_of_a_committed_step(store: Store) -> None:
     run.rewind(1)
     batch = f.lease(run, trainer, 2, 1)
     assert batch is not None
-    assert groups_of(run, batch) == before[2]
+    assert f.groups_of(run, batch) == before[2]
     f.sound(run)
 
 
@@ -126,7 +126,7 @@ def test_what_is_left_over_stays_ready_and_goes_first(store: Store) -> None:
     for step, expected in enumerate(([0, 1], [2, 3])):
         batch = f.lease(run, trainer, step, 2)
         assert batch is not None
-        assert groups_of(run, batch) == expected
+        assert f.groups_of(run, batch) == expected
         f.commit(run, batch, trainer)
     assert f.states(run) == ["consumed"] * 4 + ["ready"]
     assert f.lease(run, trainer, 2, 1) is not None
@@ -152,7 +152,7 @@ def test_groups_that_are_given_up_pin_nothing(store: Store, way: str) -> None:
     f.finish_all(run, worker)
     batch = f.lease(run, trainer, 1, 2)
     assert batch is not None
-    assert groups_of(run, batch) == [2, 3]
+    assert f.groups_of(run, batch) == [2, 3]
     f.sound(run)
 
 

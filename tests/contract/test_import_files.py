@@ -53,14 +53,14 @@ def test_a_file_that_changes_meanwhile_is_not_stored(
 ) -> None:
     run, path = store.run("r", samples_per_prompt=1, groups_per_step=1), tmp_path / "rows.jsonl"
     path.write_bytes(lines(ROWS))
-    first = imports.digest_of
+    first = imports.look_through
 
     def and_then_changed(groups: object) -> bytes:
         seen = first(groups)  # type: ignore[arg-type]
         path.write_bytes(lines(then))
         return seen
 
-    monkeypatch.setattr(imports, "digest_of", and_then_changed)
+    monkeypatch.setattr(imports, "look_through", and_then_changed)
     with pytest.raises(PromptFileError, match="was changed while it was read, and nothing of it was stored"):
         run.import_samples(path)
     assert f.value(run, "SELECT count(*) FROM sample") == 0

@@ -123,6 +123,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_ids": [1.5]}, "response_ids", "whole numbers"),
     ({"response_ids": [-1]}, "response_ids", "-1 at position 0"),
     ({"response_ids": [2**31]}, "response_ids", "position 0"),
+    ({"reward": 10**400}, "reward", "must be a finite number"),
     ({"response_ids": None}, "response_ids", "is missing"),
     ({"response_ids": [1], "tokens": [1]}, "tokens", "stands beside"),
     ({"log_probs": [-0.5]}, "log_probs", "3 tokens but 1 log-probs"),
@@ -174,7 +175,7 @@ def test_a_failure_in_the_middle_leaves_nothing(store: Store, monkeypatch: pytes
     from samplestore.verbs import imports
 
     run = run_of(store)
-    store_all, calls = imports._store, []
+    store_all, calls = imports._Storing.store, []
 
     def breaks(*args: Any) -> None:
         calls.append(args)
@@ -183,7 +184,7 @@ def test_a_failure_in_the_middle_leaves_nothing(store: Store, monkeypatch: pytes
             raise RuntimeError("killed here")
 
     with monkeypatch.context() as broken:
-        broken.setattr(imports, "_store", breaks)
+        broken.setattr(imports._Storing, "store", breaks)
         with pytest.raises(RuntimeError):
             run.import_samples([row(i) for i in range(250)])
     assert f.value(run, "SELECT count(*) FROM sample_group") == f.value(run, "SELECT count(*) FROM prompt") == 0
@@ -235,3 +236,9 @@ def test_an_imported_group_that_starts_afresh_is_generated(store: Store) -> None
     assert (f.states(run), f.value(run, "SELECT n_without_logprob FROM sample")) == (["ready"], 0)
     assert f.value(run, "SELECT oldest_version FROM sample_group") == 0
     f.sound(run)
+
+
+def test_a_number_of_any_size_is_refused_with_its_place(store: Store) -> None:
+    """Python writes none of more than 4300 digits."""
+    with pytest.raises(InvalidImport, match=r"rows:1: prompt_ids: token 0 is outside .* \(got a large int\)"):
+        run_of(store).import_samples([{**ONE, "prompt_ids": [10**5000]}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from samplestore import Store
-from samplestore.batches import Batch
+from samplestore.batch import Batch
 from samplestore.run import Run
 from samplestore.types import Claim
 

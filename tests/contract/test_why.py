@@ -56,6 +56,12 @@ def no_workers(store: Store) -> Made:
     return f.make_run(store), {}
 
 
+def no_engine(store: Store) -> Made:
+    run = f.make_run(store)
+    f.register(run)
+    return run, {}
+
+
 def silent_workers(store: Store) -> Made:
     run = f.make_run(store)
     f.silence(run, f.register(run))
@@ -230,8 +236,9 @@ def failing_stages(store: Store) -> Made:
 
 
 CAUSES: list[Callable[[Store], Made]] = [
-    failed_engines, run_not_running, no_prompts, no_workers, silent_workers, worker_error, strange_engines, too_stale,
-    window_held, unknown_version, regenerated, unscored, in_flight, waiting, backing_off, leased, prompts_used_up,
+    failed_engines, run_not_running, no_prompts, no_workers, no_engine, silent_workers, worker_error,
+    strange_engines, too_stale, window_held, unknown_version,
+    regenerated, unscored, in_flight, waiting, backing_off, leased, prompts_used_up,
     window_too_small, nothing_admitted, dropped, expired, step_over, in_flight_limit,
     unfiltered, evaluating, curriculum_fails, left_behind, failing_samples, failing_stages,
 ]  # fmt: skip

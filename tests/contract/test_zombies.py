@@ -336,7 +336,7 @@ def test_a_trainer_that_slept_on_its_lease_gets_another(store: Store, monkeypatc
     somebody else's, and find at the end that there is nothing to commit."""
     run = f.make_run(store)
     f.finish_all(run, f.register(run))
-    read, slept = batches._row, []
+    read, slept = batches.row_of, []
 
     def sleepy(of: Run, batch_id: int) -> Any:
         if not slept:
@@ -345,7 +345,7 @@ def test_a_trainer_that_slept_on_its_lease_gets_another(store: Store, monkeypatc
             f.kill(run, owner)
         return read(of, batch_id)
 
-    monkeypatch.setattr(batches, "_row", sleepy)
+    monkeypatch.setattr(batches, "row_of", sleepy)
     with run.batch(1) as batch:
         held = [group.group_id for group in batch.groups]
     assert f.rows(run, "SELECT id, state FROM batch ORDER BY id") == [

@@ -13,7 +13,7 @@ import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 import samplestore
-from samplestore.dashboard import parts, source
+from samplestore.dashboard import overview_parts, overview_source, source
 from samplestore.dashboard.readonly import open_read_only
 from samplestore.engine import sqlite_module
 from samplestore.models import Event, Sample, SampleGroup
@@ -45,11 +45,15 @@ def text(at: AppTest) -> str:
     return " ".join(re.sub(r"<[^>]+>", " ", html(at)).split())
 
 
-def trajectory(at: AppTest, **query: str) -> AppTest:
+def page(at: AppTest, name: str, **query: str) -> AppTest:
     at.run()
     for key, value in query.items():
         at.query_params[key] = value
-    return at.switch_page("page_trajectory.py").run()
+    return at.switch_page(f"page_{name}.py").run()
+
+
+def trajectory(at: AppTest, **query: str) -> AppTest:
+    return page(at, "trajectory", **query)
 
 
 def test_overview_shows_what_the_database_holds(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,10 +91,10 @@ def test_a_ledger_that_does_not_add_up_is_said_so(demo_sqlite: Demo) -> None:
     store = open_read_only(demo_sqlite.url)
     book = store.existing_run().ledger()
     store.database.reader.dispose()
-    data = source.Overview("db", 1, "0001", {}, {}, book, {}, [])
-    assert "do not add up" not in parts.token_ledger(data)
+    data = overview_source.Overview("db", 1, "0001", {}, {}, book, {}, [], {}, {})
+    assert "do not add up" not in overview_parts.token_ledger(data)
     book["by_fate"]["ready"] += 1
-    assert "do not add up" in parts.token_ledger(data)
+    assert "do not add up" in overview_parts.token_ledger(data)
 
 
 def test_hostile_names_stay_text(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +237,7 @@ def test_the_last_numbers_stay_while_the_database_is_locked(
     def locked(*_: object) -> None:
         raise source.Problem("locked", "The database is locked", "Someone holds it.")
 
-    monkeypatch.setattr(source, "overview", locked)
+    monkeypatch.setattr(overview_source, "read", locked)
     shown = text(at.run())
     assert "The database is locked" in shown and "old" in shown and "Token ledger" in shown
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from samplestore.dashboard import parts
+from samplestore.dashboard import overview_parts
 
 
 def told(*sizes: dict[str, Any]) -> str:
-    return parts.arrays(SimpleNamespace(status={"arrays": list(sizes)}))
+    return overview_parts.arrays(SimpleNamespace(status={"arrays": list(sizes)}))
 
 
 def test_what_they_take() -> None:

@@ -30,7 +30,7 @@ FLAGS = [
 ]  # fmt: skip
 WAIT_MS = 60_000
 # Streamlit looks for its server below the page's own path first, and at the root when that answers 404.
-PROBES = ("/trajectory/_stcore/health", "/trajectory/_stcore/host-config")
+PROBES = ("/_stcore/health", "/_stcore/host-config")
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_the_overview_answers_on_the_first_screen(browser: Browser, address: str
     page = watched.page
     page.goto(address)
     expect(page.locator(".ss-verdict")).to_contain_text("1 of 3 engines do not serve v4 yet", timeout=WAIT_MS)
-    expect(page.locator(".ss-card")).to_have_count(5)
+    expect(page.locator(".ss-card")).to_have_count(6)
     expect(page.locator('[data-testid="stVegaLiteChart"] svg, [data-testid="stVegaLiteChart"] canvas')).to_have_count(2)
     for seen in (".ss-verdict", ".ss-cards", ".ss-bar.tall"):
         box = page.locator(seen).bounding_box()
@@ -202,4 +202,55 @@ def test_a_link_of_the_overview_opens_its_trajectory(browser: Browser, address: 
     name = link.inner_text()
     link.click()
     expect(page.locator(".ss-head .name")).to_have_text(f"Sample {name}", timeout=WAIT_MS)
+    watched.check(address)
+
+
+PAGES = {
+    "Groups": ".ss-table a", "Group": '[data-testid="stVegaLiteChart"]', "Sample": ".ss-tokens .t",
+    "Aborts": ".ss-card", "Workers and engines": ".ss-table", "Batches": ".ss-table a", "Data": ".ss-card",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_page_is_drawn(browser: Browser, address: str, artifacts: Path, theme: str) -> None:
+    watched = watch(browser, theme)
+    page = watched.page
+    page.goto(address)
+    expect(page.locator(".ss-verdict")).to_be_visible(timeout=WAIT_MS)
+    for name, seen in PAGES.items():
+        page.get_by_role("link", name=name, exact=True).first.click()
+        expect(page.locator(".ss-head .name")).to_contain_text(name, timeout=WAIT_MS)
+        expect(page.locator(seen).first).to_be_visible(timeout=WAIT_MS)
+        wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert wide <= 0, f"{name} is wider than the window"
+        page.screenshot(path=artifacts / f"{name.split()[0].lower()}-{theme}.png", full_page=True)
+    watched.check(address)
+
+
+def test_filters_are_kept_by_the_address(browser: Browser, address: str, demo_sqlite: Demo) -> None:
+    watched = watch(browser)
+    page = watched.page
+    page.goto(f"{address}/groups?run={demo_sqlite.run}&state=ready")
+    expect(page.locator(".ss-table tbody tr").first).to_be_visible(timeout=WAIT_MS)
+    page.get_by_role("radio", name="all equal").click()
+    page.wait_for_url(re.compile(r"rewards=all(\+|%20)equal"))
+    expect(page.locator(".ss-table tbody tr")).to_have_count(page.locator(".ss-table .warn").count(), timeout=WAIT_MS)
+    told = page.locator(".ss.dim", has_text="that fit").inner_text()
+    page.reload()
+    expect(page.locator(".ss.dim", has_text="that fit")).to_have_text(told, timeout=WAIT_MS)
+    number = page.locator(".ss-table td a").first.inner_text()
+    page.locator(".ss-table td a").first.click()
+    expect(page.locator(".ss-head .name")).to_have_text(f"Group {number}", timeout=WAIT_MS)
+    watched.check(address)
+
+
+def test_the_least_likely_token_is_framed(browser: Browser, address: str, demo_sqlite: Demo) -> None:
+    watched, name = watch(browser), demo_sqlite.spanning
+    page = watched.page
+    page.goto(f"{address}/trajectory?sample={name[0]}/{name[1]}&colour=staleness")
+    expect(generated(page)).to_have_count(len(demo_sqlite.responses[name]), timeout=WAIT_MS)
+    assert " behind" in (generated(page).first.get_attribute("title") or "")
+    page.get_by_role("button", name="Lowest log-prob").click()
+    expect(page.locator(".ss-tokens .hit")).to_have_count(1, timeout=WAIT_MS)
+    page.wait_for_url(re.compile("find=lowest"))
     watched.check(address)

@@ -5,38 +5,51 @@ from __future__ import annotations
 import json
 import sqlite3
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
+import sqlalchemy as sa
 
+from samplestore.cli.app import run as run_cli
 from samplestore.dashboard import command
+from samplestore.dashboard.readonly import open_read_only
+from samplestore.queries import status
+from tests.cli.conftest import Answer
 from tests.support.demo_data import Demo
 from tests.support.processes import Processes, free_port
-
-app = typer.Typer()
-app.command()(command.dashboard)
 
 RUN = "import typer; from samplestore.dashboard.command import dashboard; typer.run(dashboard)"
 
 
+Dashboard = Callable[..., Answer]
+Replaced = list[tuple[list[str], dict[str, str]]]  # (argv, environment) of each call
+
+
 @pytest.fixture
-def no_exec(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
+def dashboard(capfd: pytest.CaptureFixture[str]) -> Dashboard:
+    """`samplestore dashboard` in this process."""
+
+    def call(*args: object) -> Answer:
+        capfd.readouterr()
+        code = run_cli(["dashboard", *map(str, args)])
+        return Answer(code, *capfd.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def no_exec(monkeypatch: pytest.MonkeyPatch) -> Replaced:
     """The calls that would have replaced this process."""
-    calls: list[tuple[list[str], dict[str, str]]] = []
+    calls: Replaced = []
     monkeypatch.setattr("os.execve", lambda path, argv, env: calls.append((argv, env)))
     return calls
 
 
-def test_the_database_never_stands_in_the_arguments(
-    no_exec: list[tuple[list[str], dict[str, str]]], demo_sqlite: Demo
-) -> None:
-    done = CliRunner().invoke(
-        app, ["--db", demo_sqlite.url, "--port", "8600", "--tokenizer", str(demo_sqlite.tokenizer)]
-    )
-    assert done.exit_code == 0, done.output
-    assert f"http://127.0.0.1:8600/?run={demo_sqlite.run}" in done.output
+def test_the_database_never_stands_in_the_arguments(dashboard: Dashboard, no_exec: Replaced, demo_sqlite: Demo) -> None:
+    done = dashboard("--db", demo_sqlite.url, "--port", "8600", "--tokenizer", str(demo_sqlite.tokenizer))
+    assert done.code == 0, done.err
+    assert f"http://127.0.0.1:8600/?run={demo_sqlite.run}" in done.out
     ((argv, env),) = no_exec
     assert not any("demo.db" in arg for arg in argv)
     assert env["SAMPLESTORE_DATABASE_URL"] == demo_sqlite.url
@@ -45,45 +58,49 @@ def test_the_database_never_stands_in_the_arguments(
         assert flag in argv
 
 
-def test_a_missing_database_ends_with_3_and_makes_no_file(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["--db", str(tmp_path / "none.db")])
-    assert done.exit_code == 3
-    assert "samplestore db upgrade" in done.output
+def test_a_missing_database_ends_with_3_and_makes_no_file(dashboard: Dashboard, tmp_path: Path) -> None:
+    done = dashboard("--db", str(tmp_path / "none.db"))
+    assert done.code == 3
+    assert "samplestore db upgrade" in done.err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_schema_ends_with_3(tmp_path: Path) -> None:
+def test_another_schema_ends_with_3(dashboard: Dashboard, tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "old.db") as connection:
         connection.execute("CREATE TABLE t (x)")
-    done = CliRunner().invoke(app, ["--db", str(tmp_path / "old.db")])
-    assert done.exit_code == 3 and "schema" in done.output
+    done = dashboard("--db", str(tmp_path / "old.db"))
+    assert done.code == 3 and "schema" in done.err
 
 
-def test_what_can_not_be_used_ends_with_1(
-    no_exec: list[tuple[list[str], dict[str, str]]], demo_sqlite: Demo, tmp_path: Path
+def test_what_can_not_be_used_is_told_as_every_command_tells_it(
+    dashboard: Dashboard, no_exec: Replaced, demo_sqlite: Demo, tmp_path: Path
 ) -> None:
     (tmp_path / "text.db").write_text("this is no database, only a rather long line of text")
-    for args, told in (
-        (["--db", demo_sqlite.url, "--run", "nope"], demo_sqlite.run),
-        (["--db", demo_sqlite.url, "--tokenizer", str(tmp_path / "nowhere")], "tokenizer"),
-        (["--db", str(tmp_path / "text.db")], "is not a database of SQLite"),
-        (["--db", "postgresql://u:secret-word@127.0.0.1:1/x"], "can't be read"),
+    for args, code, told in (
+        (["--db", demo_sqlite.url, "--run", "no\x1b[31m"], 1, f"The database has: {demo_sqlite.run}."),
+        (["--db", demo_sqlite.url, "--tokenizer", str(tmp_path / "nowhere")], 1, "tokenizer"),
+        (["--db", str(tmp_path / "text.db")], 3, "is not a database of SQLite"),
+        (["--db", "postgresql://u:secret-word@127.0.0.1:1/x"], 3, "samplestore doctor\n"),
+        (["--db", "postgres:/u:secret-word@127.0.0.1/x"], 1, "this database URL has no // after its postgres:"),
     ):
-        done = CliRunner().invoke(app, args)
-        assert done.exit_code == 1, done.output
-        assert told in done.output and "secret-word" not in done.output
+        done = dashboard(*args)
+        assert done.code == code, done.err
+        assert done.err.startswith("error: ") and told in done.err and done.err.count("\n") == 1
+        assert "secret-word" not in done.err and "\x1b" not in done.err
     assert not no_exec
 
 
-def test_without_streamlit_the_extra_is_named(demo_sqlite: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_streamlit_the_extra_is_named(
+    dashboard: Dashboard, demo_sqlite: Demo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None)
-    done = CliRunner().invoke(app, ["--db", demo_sqlite.url])
-    assert done.exit_code == 1 and "pip install 'samplestore[dashboard]'" in done.output
+    done = dashboard("--db", demo_sqlite.url)
+    assert done.code == 1 and "pip install 'samplestore[dashboard]'" in done.err
 
 
-def test_an_open_address_is_warned_about(no_exec: list[tuple[list[str], dict[str, str]]], demo_sqlite: Demo) -> None:
-    done = CliRunner().invoke(app, ["--db", demo_sqlite.url, "--host", "0.0.0.0"])
-    assert "warning" in done.output and "http://127.0.0.1:8501/" in done.output
+def test_an_open_address_is_warned_about(dashboard: Dashboard, no_exec: Replaced, demo_sqlite: Demo) -> None:
+    done = dashboard("--db", demo_sqlite.url, "--host", "0.0.0.0")
+    assert "warning" in done.err and "http://127.0.0.1:8501/" in done.out
 
 
 def test_it_serves_and_ends_on_sigterm(processes: Processes, demo_sqlite: Demo) -> None:
@@ -107,3 +124,53 @@ def test_it_serves_and_ends_on_sigterm(processes: Processes, demo_sqlite: Demo) 
     arguments = Path(f"/proc/{server.pid}/cmdline").read_bytes()
     assert b"streamlit" in arguments and b"demo.db" not in arguments
     server.terminate(20)
+
+
+def test_a_group_or_a_sample_can_be_linked(dashboard: Dashboard, no_exec: Replaced, demo_sqlite: Demo) -> None:
+    for named, page in (
+        ("3", "group?run=gsm8k-demo&group=3"),
+        ("12/3/1", "trajectory?run=gsm8k-demo&sample=12%2F3%2F1"),
+    ):
+        done = dashboard("--db", demo_sqlite.url, "--open", named)
+        assert f"http://127.0.0.1:8501/{page}\n" in done.out
+    done = dashboard("--db", demo_sqlite.url, "--open", "../etc")
+    assert done.code == 2 and "samplestore dashboard --open 12/3" in done.err
+
+
+def test_actions_have_to_be_asked_for(
+    dashboard: Dashboard, no_exec: Replaced, demo_sqlite: Demo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SAMPLESTORE_DASHBOARD_ACTIONS", "1")  # left over in a shell: it does not count
+    dashboard("--db", demo_sqlite.url)
+    dashboard("--db", demo_sqlite.url, "--allow-actions")
+    assert [env.get("SAMPLESTORE_DASHBOARD_ACTIONS") for _, env in no_exec] == [None, "1"]
+
+
+def test_without_a_database_the_demo_is_offered(dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SAMPLESTORE_DATABASE_URL", raising=False)
+    done = dashboard()
+    assert done.code == 2 and "--demo" in done.err
+
+
+def test_the_demo_is_a_run_of_its_own(
+    dashboard: Dashboard, no_exec: Replaced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(command, "DEMO_STEPS", 5)
+    done = dashboard("--demo")
+    assert done.code == 0 and "?run=gsm8k-demo" in done.out, done.err
+    ((_, env),) = no_exec
+    store = open_read_only(env["SAMPLESTORE_DATABASE_URL"])
+    run = store.existing_run()
+    told = status.status(store.database, run.id)
+    book = run.ledger(exact=True)
+    with store.database.reading() as c:
+        times = "SELECT max(at) - min(at) FROM event"
+        lasted = c.execute(sa.text(times)).scalar_one()
+        longest, mean = c.execute(sa.text("SELECT max(n_tokens), avg(n_tokens) FROM sample WHERE n_tokens > 0")).one()
+    store.database.reader.dispose()
+    assert Path(env["SAMPLESTORE_DASHBOARD_TOKENIZER"]).is_relative_to(tmp_path)
+    assert told["groups"]["consumed"] >= 16 and told["resumed_samples"] > 5 and told["current_version"] == 5
+    assert book["closed"] and run.check() == []
+    assert 0.5 * command.DEMO_S < lasted <= command.DEMO_S, "its times are drawn out"
+    assert longest > 4 * mean, "lengths are long-tailed"

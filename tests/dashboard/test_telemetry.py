@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import samplestore
-from samplestore.dashboard import parts, source
+from samplestore.dashboard import overview_parts, overview_source
 from samplestore.run import Run
 from samplestore.types import EngineFacts
 from samplestore.verbs import weights
@@ -19,7 +19,7 @@ def see(run: Run, counter: int, seen_at: float | None) -> float | None:
 
 
 def drawn(run: Run) -> str:
-    return parts.token_ledger(source.Overview("db", 1, "", {}, {}, run.ledger(), {}, []))
+    return overview_parts.token_ledger(overview_source.Overview("db", 1, "", {}, {}, run.ledger(), {}, [], {}, {}))
 
 
 def test_the_ledger_tells_what_engines_counted(store: samplestore.Store) -> None:

@@ -18,7 +18,7 @@ HANDWRITTEN = [p.name for p in pages() if "/reference/" not in p.name]
 
 def problem(words: list[str]) -> str | None:
     """Why `samplestore WORDS` is no command; None if it is one."""
-    words = [w for w in words if w not in ("--debug", "--version", "--help")]
+    words = [w for w in words if w not in ("--debug", "--version", "--help", "--install-completion")]
     if not words or words[0] == "COMMAND":
         return None
     if words[0] not in COMMANDS:

@@ -9,8 +9,24 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from samplestore import backup, config, environment, errors, imports, prompts, tokenizers
+from samplestore import (
+    backup,
+    config,
+    copies,
+    copying,
+    environment,
+    errors,
+    exports,
+    hiddenruns,
+    imports,
+    prompts,
+    replaced,
+    slimefiles,
+    tokenizers,
+)
+from samplestore.interop.trl import WrongCount
 from samplestore.promptfiles import InvalidRow
+from samplestore.slime import NotConfigured
 from samplestore.types import Why
 from samplestore.verbs import deaths
 from samplestore.workers.chat import TemplateChanged
@@ -65,6 +81,18 @@ EXAMPLES: list[Any] = [
     *DATABASE_UNUSABLE,
     errors.DowngradeRefused("0002", "7 segments that were pruned"),
     errors.RunInUse("run 'x'", [1, 2]),
+    errors.ImportConflict("0b1c/7"),
+    errors.ImportConflict("0b1c/7", "is of this run, which has it not: the database is older than the export"),
+    slimefiles.SlimeFileError("a.pt", "is damaged: no end"),
+    replaced.ExportExists("out", replaced.THERE.format(path="out")),
+    replaced.ExportExists("out", replaced.NO_EXPORT),
+    replaced.ExportExists("out", replaced.OTHERS.format(name="notes.txt")),
+    replaced.ExportExists("a.db", replaced.DATABASE),
+    exports.NothingToExport("r", "no groups"),
+    copies.MergeRefused("a.db", "is the target itself", "Name other files: samplestore merge TARGET SOURCE..."),
+    copying.SourceMoved("x", "went on"),
+    hiddenruns.CopyBusy("x", "h", 77),
+    hiddenruns.CopyLost("x"),
     errors.TokensPruned("step 3", 4),
     errors.TokensPruned("this segment"),
     *BACKUP_ERRORS,
@@ -86,8 +114,14 @@ EXAMPLES: list[Any] = [
     errors.WorkerFailed(3, "worker-0", "boom"),
     errors.StepAlreadyCommitted(5, 7),
     errors.StepHeld(5, 7, 3),
+    errors.WorldMismatch(5, 7, 2, 3),
+    errors.OnlyRankZero("commit", 5, 1),
+    errors.BatchReleased(5, 7, "trainer dead"),
+    errors.BatchReleased(5, 7, None),
+    errors.WaitStopped("the wait for step 5"),
     errors.MissingLogprobs(4),
     errors.ArrayNotStored("values", ["entropy"]),
+    errors.ArrayNotStored("valeus", ["entropy"], "run"),
     errors.ArrayFileError("/data/arrays/x", "cannot read ab/abcd: No such file or directory", "samplestore check"),
     imports.InvalidImport("a.jsonl", [InvalidRow("a.jsonl", 1, "log_probs", "3 tokens but 1 log-probs")], 1),
     errors.RewindTooFar(5, 9, "what came after it was pruned, up to step"),
@@ -112,6 +146,8 @@ EXAMPLES: list[Any] = [
     EpisodeFailed(4, "KeyError: 'x'"),
     TemplateChanged("<user>go", "<user>gone"),
     config.no_database("samplestore worker --db FILE"),
+    NotConfigured(),
+    WrongCount(3, 6, 8),
 ]  # fmt: skip
 
 HEADINGS = [h[1:-1] for h in page("docs/troubleshooting.md").headings if h.startswith("`")]

@@ -106,6 +106,8 @@ class ModelBatch:
     groups: list[ModelGroup]
     lags: list[int]  # of the groups, when leased
     read: list[tuple[int, list[int], list[int], list[int]]]  # (sample, ids, loss mask, versions) as leased
+    timeline: int
+    asked: tuple[int, str, int, str]  # groups, staleness, window, policy
     state: str = "leased"
 
 
@@ -152,7 +154,7 @@ class Model:
         self.tree: dict[int, tuple[int | None, int | None]] = {0: (None, None)}
         self.labels: dict[int, str] = {0: "default"}
         self.paths: dict[int, str | None] = {0: None}
-        self.current = 0
+        self.current, self.timeline = 0, 0
         self.retention = -1  # no rewind goes below this step
         self.fork: tuple[int, int] | None = None  # (step, version) of a rewind after which nothing has happened
 

@@ -253,6 +253,14 @@ class SampleRules(Frame):
         assert self.run.drop([g.id], "unwanted") == 1
         self.m.close(g, "dropped")
 
+    @precondition(lambda self: self.m.in_window())
+    @rule(pick=PICK)
+    def expire(self, pick: int) -> None:
+        able = self.m.in_window()
+        g = able[pick % len(able)]
+        assert self.run.expire([g.id], reason="too old") == 1
+        self.m.close(g, "stale")
+
     @precondition(lambda self: self.m.samples)
     @rule(pick=PICK, named=st.sampled_from(["all", "sample", "group"]))
     def abort_inflight(self, pick: int, named: str) -> None:

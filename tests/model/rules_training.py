@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from samplestore.batches import Batch, _row
+from samplestore.batch import Batch, row_of
 from samplestore.errors import (
     InvalidSetting,
     LeaseLost,
@@ -46,13 +46,26 @@ class TrainingRules(Frame):
         assert (made is None) == (len(inside) < n), "all that are asked for, or nothing"
         if made is None:
             return
-        taken, told = [g for g, _ in inside[:n]], [math.ceil(lag) for _, lag in inside[:n]]
-        batch = ModelBatch(made, step, me, taken, told, self.as_read(taken, max_staleness if stale == "mask" else None))
+        asked = (n, str(mode), max_staleness, str(stale))
+        first = self.again(step, asked, inside) or inside[:n]
+        taken, told = [g for g, _ in first], [math.ceil(lag) for _, lag in first]
+        read = self.as_read(taken, max_staleness if stale == "mask" else None)
+        batch = ModelBatch(made, step, me, taken, told, read, self.m.timeline, asked)
         self.m.fork = None
         self.m.batches.append(batch)
         for g in taken:
             g.state = "leased"
-        self.same(Batch(self.run, _row(self.run, made), me), batch)
+        self.same(Batch(self.run, row_of(self.run, made), me), batch)
+
+    def again(
+        self, step: int, asked: tuple[int, str, int, str], inside: list[tuple[ModelGroup, float]]
+    ) -> list[tuple[ModelGroup, float]]:
+        """The groups of this step's newest batch, if it was given back, asked the same, and may have all of them."""
+        before = [b for b in self.m.batches if (b.step, b.timeline) == (step, self.m.timeline)][-1:]
+        lags = {g.id: lag for g, lag in inside}
+        if not before or before[0].asked != asked or any(g.id not in lags for g in before[0].groups):
+            return []
+        return [(g, lags[g.id]) for g in before[0].groups]
 
     def as_read(
         self, groups: list[ModelGroup], window: int | None
@@ -183,7 +196,7 @@ class TrainingRules(Frame):
         path = self.m.paths[max(v for v, node in self.m.node.items() if node == source) if source else 0]
         assert (restored.version, restored.path) == (len(self.m.node), path)
         self.m.node[restored.version], self.m.current = source, restored.version
-        self.m.fork = (step, restored.version)
+        self.m.fork, self.m.timeline = (step, restored.version), restored.timeline
         self.m.labels[restored.version], self.m.paths[restored.version] = restored.label, path
         for batch in self.m.batches:
             if batch.state == "committed" and batch.step > step:

@@ -64,6 +64,8 @@ def test_every_public_verb_is_driven() -> None:
     verbs = {name for name, member in vars(Run).items() if not name.startswith("_") and callable(member)}
     elsewhere = {
         "batch": "waits; what it does is lease, commit and release",
+        "batch_async": "so, too",
+        "mismatch": "reads what a trainer records; tests/contract/test_record_logprobs.py",
         "images": "reads what add_prompts stores; tests/prompts",
         "determinism": "reads what requests tell; tests/worker",
         "check": "by factory.sound, every few steps",
@@ -77,8 +79,10 @@ def test_every_public_verb_is_driven() -> None:
         "array_files": "files, not the database; tests/contract/test_arrays",
         "prepare_array": "the first half of attach",
         "score_group": "the machine's run has no stages of groups; tests/contract/test_stages",
+        "export": "reads; tests/contract/test_export.py",
         "import_samples": "its prompts would come among the machine's; tests/contract/test_imports",
         "simulate": "reads what was committed; tests/contract/test_simulate.py",
+        "metrics": "reads; tests/cli/test_looks.py and tests/plans/test_metrics_plan.py",
     }
     assert verbs - set(re.findall(r"self\.run\.(\w+)", rules)) == set(elsewhere)
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import samplestore
-from samplestore.queries import browse, inspect, ledger, status, trajectory, why
+from samplestore.queries import aborts, browse, group_list, inspect, ledger, status, trajectory, why
+from samplestore.queries.group_list import GroupFilter
 from samplestore.run import Run
 from samplestore.verbs import batches, liveness, prompts, samples, stages, weights
 from samplestore.verbs.tx import Tx
@@ -92,8 +93,10 @@ def questions(run: Run) -> dict[str, Callable[[], Any]]:
         "a trajectory": lambda: trajectory.read(db, id, last, 0),
         "an old trajectory": lambda: trajectory.read(db, id, 100, 1),
         "runs": lambda: inspect.runs(db),
-        "groups for the command line": lambda: inspect.groups(db, id, None, 100),
-        "groups of a state there": lambda: inspect.groups(db, id, "leased", 100),
+        "groups for the command line": lambda: group_list.page(db, id, GroupFilter(), limit=100),
+        "groups of a state there": lambda: group_list.page(db, id, GroupFilter(states=("leased",)), limit=100),
+        "metrics": run.metrics,
+        "aborts": lambda: aborts.read(db, id, 3600.0),
         "engines": lambda: inspect.engines(db),
         "silent workers": lambda: inspect.silent_workers(db),
         "samples by id": lambda: inspect.samples_by_id(db, [old, old + 5]),

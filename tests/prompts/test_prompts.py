@@ -55,7 +55,11 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [*USER, {"content": "x"}]}, "prompt[1].role", "must be text such as"),
     ({"prompt": [{"role": "user"}]}, "prompt[0].content", "is missing"),
     ({"prompt": [{"role": "user", "content": 3}]}, "prompt[0].content", "must be text or a list of text parts"),
-    ({"prompt": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]}, "prompt[0].content[0]", '"text"'),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]},
+        "prompt[0].content[0]",
+        "URLs are not fetched",
+    ),
     ({"prompt": [{"role": "forbidden", "content": "x"}]}, "prompt", "the chat template refused the messages"),
     ({"prompt": "a\0b"}, "prompt", "has a NUL character at character 1, which PostgreSQL can't store"),
     ({"prompt": "ab\ud83d"}, "prompt", "has a lone surrogate at character 2"),

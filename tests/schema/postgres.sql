@@ -53,6 +53,70 @@ CREATE UNIQUE INDEX uq_sample_group_run_id_number ON public.sample_group USING b
 CREATE UNIQUE INDEX uq_stage_group ON public.stage USING btree (group_id, incarnation, name) WHERE (sample_id IS NULL)
 CREATE UNIQUE INDEX uq_stage_sample_id_incarnation_name ON public.stage USING btree (sample_id, incarnation, name)
 CREATE UNIQUE INDEX uq_weight_version_run_id_label ON public.weight_version USING btree (run_id, label)
+VIEW abort_causes: engine text
+VIEW abort_causes: kind text
+VIEW abort_causes: prefilled_again bigint
+VIEW abort_causes: reason text
+VIEW abort_causes: run text
+VIEW abort_causes: run_id bigint
+VIEW abort_causes: times bigint
+VIEW abort_causes: tokens_kept bigint
+VIEW abort_causes: tokens_lost bigint
+VIEW abort_causes: version bigint
+VIEW abort_causes: worker_id bigint
+VIEW batch_steps: batch_id bigint
+VIEW batch_steps: created_at double precision
+VIEW batch_steps: current_version bigint
+VIEW batch_steps: n_groups bigint
+VIEW batch_steps: n_samples bigint
+VIEW batch_steps: n_tokens bigint
+VIEW batch_steps: reward_mean double precision
+VIEW batch_steps: run text
+VIEW batch_steps: run_id bigint
+VIEW batch_steps: settled_at double precision
+VIEW batch_steps: staleness_max bigint
+VIEW batch_steps: staleness_mean double precision
+VIEW batch_steps: state text
+VIEW batch_steps: step bigint
+VIEW batch_steps: timeline bigint
+VIEW batch_steps: truncated_ratio double precision
+VIEW ready_groups: dataset text
+VIEW ready_groups: epoch bigint
+VIEW ready_groups: group_id bigint
+VIEW ready_groups: in_window integer
+VIEW ready_groups: max_staleness integer
+VIEW ready_groups: n_failed bigint
+VIEW ready_groups: n_samples bigint
+VIEW ready_groups: n_tokens bigint
+VIEW ready_groups: number bigint
+VIEW ready_groups: oldest_version bigint
+VIEW ready_groups: prompt_id bigint
+VIEW ready_groups: ready_at double precision
+VIEW ready_groups: reward_mean double precision
+VIEW ready_groups: reward_std double precision
+VIEW ready_groups: run text
+VIEW ready_groups: run_id bigint
+VIEW ready_groups: staleness double precision
+VIEW ready_groups: staleness_mean double precision
+VIEW ready_groups: staleness_newest bigint
+VIEW ready_groups: staleness_oldest bigint
+VIEW ready_groups: waited_s double precision
+VIEW token_fate: fate text
+VIEW token_fate: reason text
+VIEW token_fate: run text
+VIEW token_fate: run_id bigint
+VIEW token_fate: tokens bigint
+VIEW token_fate: version bigint
+VIEW version_rewards: mean_tokens double precision
+VIEW version_rewards: reward_mean double precision
+VIEW version_rewards: reward_std double precision
+VIEW version_rewards: run text
+VIEW version_rewards: run_id bigint
+VIEW version_rewards: samples bigint
+VIEW version_rewards: scored bigint
+VIEW version_rewards: step bigint
+VIEW version_rewards: truncated_ratio double precision
+VIEW version_rewards: version bigint
 batch ck_batch_state CHECK ((state = ANY (ARRAY['leased'::text, 'committed'::text, 'released'::text, 'rewound'::text])))
 batch fk_batch_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)
 batch pk_batch PRIMARY KEY (id)

@@ -9,7 +9,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from samplestore import Store
-from samplestore.batches import Batch, _row
+from samplestore.batch import Batch, row_of
 from samplestore.run import Run
 from samplestore.types import Claim, StageClaim
 from samplestore.verbs import batches, liveness
@@ -112,7 +112,18 @@ def group_id(run: Run, number: int) -> int:
 
 def batch_of(run: Run, batch: int, trainer: int) -> Batch:
     """A leased batch, as a trainer holds it."""
-    return Batch(run, _row(run, batch), trainer)
+    return Batch(run, row_of(run, batch), trainer)
+
+
+def groups_of(run: Run, batch: int) -> list[int]:
+    """Numbers of a batch's groups, in its order."""
+    found = rows(
+        run,
+        "SELECT g.number FROM batch_group b JOIN sample_group g ON g.id = b.group_id "
+        "WHERE b.batch_id = :b ORDER BY b.position",
+        b=batch,
+    )
+    return [r["number"] for r in found]
 
 
 def same_arrays(a: dict[str, Any], b: dict[str, Any]) -> None:

@@ -1,0 +1,5 @@
+"""Page file of the page of aborts; Streamlit runs it."""
+
+from samplestore.dashboard import aborts, frame
+
+frame.guarded(aborts.page)

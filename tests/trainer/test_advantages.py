@@ -1,0 +1,65 @@
+"""REINFORCE++ by hand. The other methods: test_cases.py and test_fanout.py of tests/contract, and test_grpo.py."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from samplestore.advantages import METHODS, advantages
+
+REWARDS, GROUPS = [1.0, 0.0, 4.0, 3.0], [7, 7, 5, 5]
+
+
+def test_over_the_whole_batch() -> None:
+    """Mean 2, variance (1 + 4 + 4 + 1) / 4 = 2.5; with a group's mean taken off first: +-0.5, deviation 0.5."""
+    std = math.sqrt(2.5) + 1e-6
+    found = advantages(REWARDS, GROUPS, "reinforce_pp")
+    assert found == pytest.approx([-1 / std, -2 / std, 2 / std, 1 / std])
+    found = advantages(REWARDS, GROUPS, "reinforce_pp_baseline")
+    assert found == pytest.approx([1, -1, 1, -1], rel=1e-5)
+    assert found.dtype == np.float32
+
+
+@pytest.mark.parametrize("method", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_equal_rewards_teach_nothing(method: str) -> None:
+    assert advantages([0.3] * 4, GROUPS, method).tolist() == [0] * 4
+    assert advantages([0.3], [1], method).tolist() == [0]
+    assert advantages([], [], method).size == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_unknown_reward_counts_for_nobody(method: str) -> None:
+    with_it = advantages([*REWARDS, math.nan], [*GROUPS, 5], method)
+    assert math.isnan(with_it[-1])
+    assert with_it[:-1].tolist() == advantages(REWARDS, GROUPS, method).tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_order_of_samples_is_no_matter(method: str) -> None:
+    order = [2, 0, 3, 1]
+    mixed = advantages([REWARDS[i] for i in order], [GROUPS[i] for i in order], method)
+    assert mixed.tolist() == pytest.approx(advantages(REWARDS, GROUPS, method)[order].tolist())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_forked_rollout_counts_once(method: str) -> None:
+    """A rollout of two samples with the same reward changes nothing for the others, nor for itself."""
+    forked = advantages([*REWARDS, 1.0], [*GROUPS, 7], method, [0, 1, 2, 3, 0])
+    plain = advantages(REWARDS, GROUPS, method)
+    assert forked.tolist() == pytest.approx([*plain.tolist(), plain[0]])
+
+
+def test_forks_by_hand() -> None:
+    """One group. Rollout 0 has samples of 1 and 3 (mean 2), rollout 1 one of 0: mean of the batch 1, variance
+    ((0 + 4) / 2 + 1) / 2 = 1.5."""
+    std = math.sqrt(1.5) + 1e-6
+    for method in ("reinforce_pp", "reinforce_pp_baseline"):
+        found = advantages([1.0, 3.0, 0.0], [9, 9, 9], method, [0, 0, 1])
+        assert found == pytest.approx([0, 2 / std, -1 / std], abs=1e-6)
+
+
+def test_another_method_is_refused() -> None:
+    with pytest.raises(ValueError, match="reinforce_pp"):
+        advantages([1.0], [1], "ppo")
