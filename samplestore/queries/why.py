@@ -10,7 +10,7 @@ from samplestore import filters
 from samplestore.clock import db_now
 from samplestore.engine import Database
 from samplestore.errors import InvalidSetting
-from samplestore.models import EngineRow, Run, Sample, SampleGroup, Worker
+from samplestore.models import EngineRow, LedgerTotal, Run, Sample, SampleGroup, Worker
 from samplestore.queries import obstacles, serving, stages
 from samplestore.queries.starving import AGAIN, regenerated
 from samplestore.statements import staleness
@@ -26,7 +26,9 @@ from samplestore.states import (
 )
 from samplestore.types import RunSettings, Why, choice
 
-run, group, sample, worker, engine = (t.__table__ for t in (Run, SampleGroup, Sample, Worker, EngineRow))
+run, group, sample, worker, engine, ledger = (
+    t.__table__ for t in (Run, SampleGroup, Sample, Worker, EngineRow, LedgerTotal)
+)
 
 
 def why(
@@ -142,7 +144,7 @@ def _facts(connection: sa.Connection, run_id: int, settings: RunSettings) -> dic
         "silent": count(live, worker.c.heartbeat < db_now() - worker.c.ttl_s),
         "engines": count(engine.c.run_id == run_id, engine.c.state != "gone"),
         "generated": bool(
-            connection.execute(sa.select(sa.exists().where(sample.c.run_id == run_id, sample.c.n_tokens > 0))).scalar()
+            connection.execute(sa.select(sa.exists().where(ledger.c.run_id == run_id, ledger.c.amount > 0))).scalar()
         ),
         "failed_engines": count(engine.c.run_id == run_id, engine.c.state == "failed"),
         "strange_engines": count(

@@ -189,6 +189,8 @@ def test_the_address_switches_the_sample(browser: Browser, address: str, demo_sq
     page.get_by_role("radio", name=re.compile(f"^{names[0][1]} ")).click()
     expect(page.locator(".ss-head .name")).to_have_text(f"Sample {names[0][0]}/{names[0][1]}", timeout=WAIT_MS)
     page.wait_for_url(re.compile(rf"sample={names[0][0]}(/|%2F){names[0][1]}"))
+    # A click into a page that is still being drawn is lost.
+    expect(generated(page)).to_have_count(len(demo_sqlite.responses[names[0]]), timeout=WAIT_MS)
     page.get_by_text("log-prob", exact=True).click()
     page.wait_for_url(re.compile(r"colour=log-prob"))
     watched.check(address)
