@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import samplestore
+from tests.support.extras import library
 
 from ..contract.test_export import lived
 
@@ -40,7 +41,7 @@ def test_there_and_back(cli: Any, database: Path, tmp_path: Path) -> None:
 
 
 def test_slimes_files(cli: Any, database: Path, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+    library("torch")
     template = str(tmp_path / "dump" / "rollout_{rollout_id}.pt")
     made = cli("export", "lived", "--db", str(database), "--format", "slime", "--to", template, "--step", "1")
     assert made.code == 0 and made.out.startswith(str(tmp_path / "dump" / "rollout_1.pt")), made.err

@@ -26,8 +26,9 @@ from samplestore.verbs import fanout, samples, stages
 from samplestore.verbs.tx import Tx
 
 from ..support import factory as f
+from ..support.extras import library
 
-pytest.importorskip("pyarrow")  # this suite may be installed with the extra "testing" alone
+library("pyarrow")
 FORMATS = ("parquet", "jsonl", "jsonl.gz")
 # What is another in another run, by its nature: who it is there, when it was stored, and what a trainer there did.
 OF_THE_RUN = ("id", "run_uuid", "run", "group", "created_at", "finished_at", "consumed_step", "batch_position")
@@ -291,7 +292,7 @@ def test_what_is_finished_here_grows_stale_like_all_others(store: Store, tmp_pat
 
 
 def test_tokens_of_an_unknown_version_have_no_staleness(store: Store, tmp_path: Path) -> None:
-    pytest.importorskip("pandas")
+    library("pandas")
     run = f.make_run(store, prompts=1)
     claims = run.claim(f.register(run), 2)
     f.answer(run, claims[0], version=None)
@@ -503,7 +504,7 @@ def test_a_fork_that_contradicts_its_parent_is_refused(
 def test_a_null_among_the_rewards_of_a_parquet_row_is_refused(
     store: Store, tmp_path: Path, exported: tuple[str, Path]
 ) -> None:
-    pa, pq = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    pa, pq = (library(name) for name in ("pyarrow", "pyarrow.parquet"))
     table = pq.read_table(exported[1] / "out" / "step=1" / "part-0.parquet")
     at = table.schema.get_field_index("rewards")
     nulls = pa.array([[None]] * table.num_rows, table.schema.field("rewards").type)
@@ -627,8 +628,8 @@ def test_versions_of_a_run_that_was_rewound_come_over_as_they_were(store: Store,
 def test_others_read_the_files(store: Store, tmp_path: Path) -> None:
     run = lived(store)
     run.export(tmp_path / "out")
-    dataset = pytest.importorskip("pyarrow.dataset").dataset
-    datasets, duckdb, polars = (pytest.importorskip(name) for name in ("datasets", "duckdb", "polars"))
+    dataset = library("pyarrow.dataset").dataset
+    datasets, duckdb, polars = (library(name) for name in ("datasets", "duckdb", "polars"))
     table = dataset(tmp_path / "out", partitioning="hive").to_table()
     assert table.num_rows == 18 and set(portable.COLUMNS) < set(table.column_names)
     assert set(table["step"].to_pylist()) == {"0", "1", "none"}

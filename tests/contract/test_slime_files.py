@@ -21,9 +21,10 @@ from samplestore.slime_samples import EXTRAS, KEY, from_slime, to_slime
 from samplestore.slimefiles import SlimeFileError
 
 from ..support import factory as f
+from ..support.extras import library
 from .test_export import lived, told
 
-torch = pytest.importorskip("torch")
+torch = library("torch")
 
 # A sample as slime dumps it today, with all that this store has no place for.
 SAMPLE: dict[str, Any] = {
