@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from samplestore import arrays, imports
+from samplestore import arrays
 from samplestore.arrayfiles import ArrayFiles, keep, open_files
 from samplestore.arrays import Prepared
 from samplestore.asyncbatch import batch_async
@@ -22,12 +22,13 @@ from samplestore.batches import mismatch, replay, take
 from samplestore.engine import Database
 from samplestore.errors import AbortTimeout, ArrayFileError, InvalidSetting
 from samplestore.evaluations import evaluate
-from samplestore.exportfiles import Exported, export
-from samplestore.exports import Selection
 from samplestore.media import Image
 from samplestore.mismatch import Mismatch
 from samplestore.models import Run as RunRow
 from samplestore.models import WeightVersionRow
+from samplestore.portable import imports
+from samplestore.portable.export_files import Exported, export
+from samplestore.portable.exports import Selection
 from samplestore.prompts import Prompt, prepare_all
 from samplestore.queries import arrays as named
 from samplestore.queries import check, determinism, experts, images, ledger, metrics, simulate, why
@@ -130,7 +131,7 @@ class Run:
     ) -> Added:
         """Store samples that were generated elsewhere: what `export` wrote (a folder or file, by any format), slime's
         debug rollouts (a file, or a path with {rollout_id} in it), PortableSamples; or rows of prompts and responses
-        (see samplestore.imports), or a file of them. All of it or nothing. Groups that are there already are left
+        (samplestore.portable.imports), or a file of them. All of it or nothing. Groups that are there already are left
         alone: those of an export by their portable id, others by their content. Rewards and filters run on them as on
         others.
 

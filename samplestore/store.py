@@ -26,7 +26,7 @@ log = logging.getLogger("samplestore.store")
 
 table = RunRow.__table__
 MAX_NAME = 200  # characters of a run's name
-UNFINISHED = "(copying "  # how the name of a run begins that a merge or fork still writes: samplestore/hiddenruns.py
+UNFINISHED = "(copying "  # how the name of a run begins that a merge or fork still writes: samplestore/copies/hidden.py
 
 
 class Store:

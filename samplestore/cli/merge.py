@@ -30,8 +30,8 @@ def merge(
     in flight there is free here, and leased batches are given back. The sources are not changed.
     """
     import samplestore
-    from samplestore.copies import merge as copy
-    from samplestore.hiddenruns import drop_unfinished
+    from samplestore.copies.hidden import drop_unfinished
+    from samplestore.copies.runs import merge as copy
     from samplestore.logs import mask
 
     urls = [existing_url(source) for source in sources]  # before the target is made
@@ -69,7 +69,7 @@ def fork(
     prompts and their order go on, and the restored weights are the current version. RUN is not changed, and may be at
     work meanwhile. After a kill the same command goes on where it was, or begins anew if RUN went on since then.
     """
-    from samplestore.copies import fork as copy
+    from samplestore.copies.runs import fork as copy
 
     with opened(db) as store, bar(f"fork {run}") as progress:
         done = copy(store, run, at_step, as_, progress)

@@ -15,7 +15,7 @@ from samplestore import codec
 from samplestore.batch import Batch
 from samplestore.errors import InvalidSegment
 from samplestore.interop import parts
-from samplestore.portable import Piece, PortableSample
+from samplestore.portable.samples import Piece, PortableSample
 from samplestore.states import SampleStatus, SegmentKind
 from samplestore.tensors import BatchSample, as_torch
 

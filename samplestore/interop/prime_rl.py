@@ -16,7 +16,7 @@ from samplestore import codec
 from samplestore.batch import Batch
 from samplestore.errors import InvalidSegment
 from samplestore.interop import parts
-from samplestore.portable import Piece, PortableSample
+from samplestore.portable.samples import Piece, PortableSample
 from samplestore.states import SegmentKind
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from samplestore import exports, slime_samples, slimehooks
+from samplestore import slimehooks
 from samplestore.interop.leases import as_trainer
 from samplestore.models import BatchRow
+from samplestore.portable import exports, slime_samples
 from samplestore.run import Run
 from samplestore.slime import objects, observer
 from samplestore.slime.rollout import load

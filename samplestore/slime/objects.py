@@ -13,12 +13,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from samplestore import slime_samples
 from samplestore.arrays import TEACHER
 from samplestore.batches import Batch
 from samplestore.errors import SampleStoreError
 from samplestore.models import PromptRow, SampleGroup
-from samplestore.portable import Piece, PortableSample
+from samplestore.portable import slime_samples
+from samplestore.portable.samples import Piece, PortableSample
 from samplestore.run import Run
 from samplestore.slimehooks import SlimeStatus
 from samplestore.states import SegmentKind

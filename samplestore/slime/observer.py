@@ -18,10 +18,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from samplestore import imports
 from samplestore.errors import StepAlreadyCommitted
 from samplestore.interop.leases import as_trainer
 from samplestore.models import SampleGroup
+from samplestore.portable import imports
 from samplestore.promptfiles import InvalidRow
 from samplestore.run import Run
 from samplestore.slime import readable

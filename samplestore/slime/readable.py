@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from samplestore import codec, slime_samples
+from samplestore import codec
 from samplestore.errors import InvalidSegment
-from samplestore.portable import PortableSample, Reward
+from samplestore.portable import slime_samples
+from samplestore.portable.samples import PortableSample, Reward
 from samplestore.promptfiles import InvalidRow
 from samplestore.rowvalues import MAX_ROW_BYTES, BadValue, plain
 from samplestore.slime.objects import status_of

@@ -9,9 +9,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from samplestore import exports, slime_samples
 from samplestore.errors import InvalidSetting
 from samplestore.models import SampleGroup
+from samplestore.portable import exports, slime_samples
 from samplestore.queries.evaluation import Evaluation, datasets
 from samplestore.run import Run
 from samplestore.slime import objects

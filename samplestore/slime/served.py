@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from samplestore import codec, exports, slime_samples
+from samplestore import codec
 from samplestore.errors import BatchTimeout, InvalidSegment, InvalidSetting, LeaseLost, WorkerDead
 from samplestore.heart import Heart
-from samplestore.portable import PortableSample
+from samplestore.portable import exports, slime_samples
+from samplestore.portable.samples import PortableSample
 from samplestore.run import Run, advance
 from samplestore.slime import objects, readable
 from samplestore.states import CLAIMABLE, FINISHED, SampleStatus, SegmentKind, StalenessMode, StalePolicy

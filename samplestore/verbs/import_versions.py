@@ -32,7 +32,7 @@ def bring(
     tx: Tx, row: Any, manifest: Mapping[str, Any] | None, met: Sequence[int], recorded: bool = False
 ) -> dict[int, int | None]:
     """The run's number of each version of the samples; None where it has no such version. `met`: the versions of the
-    samples, ascending. row: the run's, locked. manifest: as samplestore.manifests made it. recorded: the caller writes
+    samples, ascending. row: the run's, locked. manifest: as portable/manifests.py made it. recorded: the caller writes
     down what a trainer does elsewhere, so that the versions of the run are that trainer's while it is at work too."""
     if not met:
         return {}

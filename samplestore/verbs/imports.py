@@ -58,8 +58,8 @@ def import_groups(
     versions: Iterable[int] = (),
     recorded: bool = False,
 ) -> Added:
-    """Store groups (samplestore.imports.Imported), in their order; those whose key is there already are left alone, and
-    so are the run's own, which an export of it brings back. `keep` puts a large array into its file; `manifest`,
+    """Store groups (portable/imports.py: Imported), in their order; those whose key is there already are left alone,
+    and so are the run's own, which an export of it brings back. `keep` puts a large array into its file; `manifest`,
     `versions` and `recorded` say what the weight versions of the groups are (verbs/import_versions.py).
     Raises InvalidSetting for a reward that no stage of the run would give, or a data set that is there for something
     else; ImportConflict for a group that says something else than when it was imported before, or has the run's uuid

@@ -15,12 +15,14 @@ import pytest
 import sqlalchemy as sa
 
 import samplestore
-from samplestore import Store, copies, faults, hiddenruns
+from samplestore import Store, faults
 from samplestore.cli.app import run as cli_run
-from samplestore.copies import MergeRefused
-from samplestore.copying import SourceMoved
+from samplestore.copies import hidden
+from samplestore.copies import runs as copies
+from samplestore.copies.copying import SourceMoved
+from samplestore.copies.hidden import CopyBusy, CopyLost, Hidden
+from samplestore.copies.runs import MergeRefused
 from samplestore.errors import DatabaseMissing, InvalidSetting, RewindTooFar, RunInUse, RunNotFound, SchemaMismatch
-from samplestore.hiddenruns import CopyBusy, CopyLost, Hidden
 from samplestore.run import Run
 
 from ..support import factory as f
@@ -171,7 +173,7 @@ def test_a_killed_merge_goes_on_where_it_was(
 ) -> None:
     one = lay_down(lived(source, "one"))
     with monkeypatch.context() as killing:
-        killing.setattr("samplestore.copying.CHUNK", 3)
+        killing.setattr("samplestore.copies.copying.CHUNK", 3)
         passed = kill_after(killing, n)
         with pytest.raises(Killed):
             copies.merge(store, source.database.shown_url)
@@ -193,7 +195,7 @@ def test_a_killed_merge_begins_anew_where_the_source_went_on(
 ) -> None:
     one = lay_down(lived(source, "one"))
     with monkeypatch.context() as killing:
-        killing.setattr("samplestore.copying.CHUNK", 3)
+        killing.setattr("samplestore.copies.copying.CHUNK", 3)
         kill_after(killing, 4)
         with pytest.raises(Killed):
             copies.merge(store, source.database.shown_url)
@@ -241,10 +243,10 @@ def test_one_merge_at_a_time(store: Store, source: Store, monkeypatch: pytest.Mo
     def again() -> None:
         with pytest.raises(CopyBusy, match="'one' is being copied by process"):
             copies.merge(store, url)
-        assert hiddenruns.drop_unfinished(store) == 0, "somebody writes it"
+        assert hidden.drop_unfinished(store) == 0, "somebody writes it"
 
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr("samplestore.copying.CHUNK", 3)
+        meanwhile.setattr("samplestore.copies.copying.CHUNK", 3)
         during(meanwhile, again, n)
         copies.merge(store, url)
     merged = store.existing_run("one")
@@ -264,7 +266,7 @@ def test_a_merge_that_was_taken_for_dead(store: Store, source: Store, monkeypatc
         assert done.groups + done.existing == 8
 
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr("samplestore.copying.CHUNK", 3)
+        meanwhile.setattr("samplestore.copies.copying.CHUNK", 3)
         during(meanwhile, again, n)
         with pytest.raises(CopyLost, match="was taken over"):
             copies.merge(store, url)
@@ -279,7 +281,7 @@ def test_the_owner_of_a_copy_that_was_killed_is_not_waited_for(
 ) -> None:
     lay_down(lived(source, "one"))
     with monkeypatch.context() as killing:
-        killing.setattr("samplestore.hiddenruns.Owner.let_go", lambda owner: None)
+        killing.setattr("samplestore.copies.hidden.Owner.let_go", lambda owner: None)
         kill_after(killing, 2)
         with pytest.raises(Killed):
             copies.merge(store, source.database.shown_url)
@@ -392,7 +394,7 @@ def test_both_go_on_from_a_fork(store: Store) -> None:
 def test_a_killed_fork_goes_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     lived(store, "one")
     with monkeypatch.context() as killing:
-        killing.setattr("samplestore.copying.CHUNK", 3)
+        killing.setattr("samplestore.copies.copying.CHUNK", 3)
         kill_after(killing, 3)
         with pytest.raises(Killed):
             copies.fork(store, "one", 0, "two")
@@ -454,7 +456,7 @@ def test_a_fork_of_a_run_that_is_rewound_meanwhile(store: Store, monkeypatch: py
 def test_a_killed_fork_begins_anew_where_the_run_went_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     run = lived(store, "one", max_staleness=9)
     with monkeypatch.context() as killing:
-        killing.setattr("samplestore.copying.CHUNK", 3)
+        killing.setattr("samplestore.copies.copying.CHUNK", 3)
         kill_after(killing, 3)
         with pytest.raises(Killed):
             copies.fork(store, "one", 0, "two")

@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 
 import samplestore
-from samplestore import Store, exportfiles, exports, portable
+from samplestore import Store
 from samplestore.errors import ImportConflict
-from samplestore.exports import NothingToExport, Selection
-from samplestore.imports import InvalidImport
-from samplestore.portablefiles import MANIFEST
+from samplestore.portable import export_files, exports
+from samplestore.portable import samples as portable
+from samplestore.portable.exports import NothingToExport, Selection
+from samplestore.portable.files import MANIFEST
+from samplestore.portable.imports import InvalidImport
+from samplestore.portable.replaced import ExportExists
 from samplestore.promptfiles import PromptFileError
-from samplestore.replaced import ExportExists
 from samplestore.run import Run, advance
 from samplestore.types import Claim
 from samplestore.verbs import fanout, samples, stages
@@ -385,7 +387,7 @@ def test_a_replacement_that_is_stopped_at_the_last_moment_leaves_the_old_one(
     def stopped(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(exportfiles.os, "replace", stopped)
+    monkeypatch.setattr(export_files.os, "replace", stopped)
     with pytest.raises(KeyboardInterrupt):
         export(run, path, kind, force=True)
     assert path.exists()

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from samplestore import Store, imports
-from samplestore.imports import InvalidImport
+from samplestore import Store
+from samplestore.portable import imports
+from samplestore.portable.imports import InvalidImport
 from samplestore.promptfiles import PromptFileError
 
 from ..support import factory as f

@@ -13,7 +13,7 @@ import pytest
 
 from samplestore import Store
 from samplestore.errors import InvalidSetting, MissingLogprobs
-from samplestore.imports import InvalidImport
+from samplestore.portable.imports import InvalidImport
 from samplestore.promptfiles import PromptFileError
 from samplestore.run import Run
 

@@ -14,11 +14,11 @@ import pytest
 
 from samplestore import Store
 from samplestore.errors import InvalidSetting
-from samplestore.imports import InvalidImport
+from samplestore.portable.imports import InvalidImport
+from samplestore.portable.replaced import ExportExists
+from samplestore.portable.slime_files import SlimeFileError
+from samplestore.portable.slime_samples import EXTRAS, KEY, from_slime, to_slime
 from samplestore.promptfiles import PromptFileError
-from samplestore.replaced import ExportExists
-from samplestore.slime_samples import EXTRAS, KEY, from_slime, to_slime
-from samplestore.slimefiles import SlimeFileError
 
 from ..support import factory as f
 from ..support.extras import library

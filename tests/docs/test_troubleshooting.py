@@ -12,19 +12,15 @@ import sqlalchemy as sa
 from samplestore import (
     backup,
     config,
-    copies,
-    copying,
     environment,
     errors,
-    exports,
-    hiddenruns,
-    imports,
     prompts,
-    replaced,
-    slimefiles,
     tokenizers,
 )
+from samplestore.copies import copying, hidden
+from samplestore.copies import runs as copies
 from samplestore.interop.trl import WrongCount
+from samplestore.portable import exports, imports, replaced, slime_files
 from samplestore.promptfiles import InvalidRow
 from samplestore.slime import NotConfigured
 from samplestore.types import Why
@@ -83,7 +79,7 @@ EXAMPLES: list[Any] = [
     errors.RunInUse("run 'x'", [1, 2]),
     errors.ImportConflict("0b1c/7"),
     errors.ImportConflict("0b1c/7", "is of this run, which has it not: the database is older than the export"),
-    slimefiles.SlimeFileError("a.pt", "is damaged: no end"),
+    slime_files.SlimeFileError("a.pt", "is damaged: no end"),
     replaced.ExportExists("out", replaced.THERE.format(path="out")),
     replaced.ExportExists("out", replaced.NO_EXPORT),
     replaced.ExportExists("out", replaced.OTHERS.format(name="notes.txt")),
@@ -91,8 +87,8 @@ EXAMPLES: list[Any] = [
     exports.NothingToExport("r", "no groups"),
     copies.MergeRefused("a.db", "is the target itself", "Name other files: samplestore merge TARGET SOURCE..."),
     copying.SourceMoved("x", "went on"),
-    hiddenruns.CopyBusy("x", "h", 77),
-    hiddenruns.CopyLost("x"),
+    hidden.CopyBusy("x", "h", 77),
+    hidden.CopyLost("x"),
     errors.TokensPruned("step 3", 4),
     errors.TokensPruned("this segment"),
     *BACKUP_ERRORS,

@@ -16,7 +16,7 @@ from samplestore import Store
 from samplestore.batch import Batch
 from samplestore.errors import InvalidSegment, InvalidSetting
 from samplestore.interop import areal, prime_rl, skyrl, trl, verl
-from samplestore.portable import PortableSample
+from samplestore.portable.samples import PortableSample
 
 from ..support import factory as f
 

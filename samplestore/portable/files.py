@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from samplestore import manifests, parquetrows, slimefiles
-from samplestore.portable import FORMAT, PortableSample
-from samplestore.portablerows import from_row
+from samplestore.portable import manifests, parquet, slime_files
+from samplestore.portable.rows import from_row
+from samplestore.portable.samples import FORMAT, PortableSample
+from samplestore.portable.slime_samples import from_slime
 from samplestore.promptfiles import InvalidImport, InvalidRow, PromptFile, PromptFileError
 from samplestore.rowvalues import BadValue
-from samplestore.slime_samples import from_slime
 
 MANIFEST, KIND = "_manifest.json", "samplestore export"
 MAX_MANIFEST = 256 << 20
@@ -46,8 +46,8 @@ class PortableFile:
 def opened(path: Path, name: str) -> PortableFile | None:
     """What an export wrote at `path` (called `name` in messages); None where it is something else, such as rows of
     prompts and responses. Raises PromptFileError, SlimeFileError, MissingExtra."""
-    if slimefiles.FIELD in path.name:
-        files = list(slimefiles.numbered(str(path)))
+    if slime_files.FIELD in path.name:
+        files = list(slime_files.numbered(str(path)))
         if not files:
             raise PromptFileError(name, "names no file. List them with: ls -l " + str(path.parent))
         return PortableFile(name, lambda: _all_slime(p for _, p in files), None)
@@ -58,12 +58,12 @@ def opened(path: Path, name: str) -> PortableFile | None:
     with path.open("rb") as file:
         head = file.read(4)
     if head == b"PAR1":
-        if not _parquet(path, name, parquetrows.is_ours):
+        if not _parquet(path, name, parquet.is_ours):
             return None
         above = path.parent.parent / MANIFEST
         about = _manifest(above) if above.is_file() else None
         return PortableFile(name, lambda: _of_run(_rows(path, name), about), about)
-    if slimefiles.is_one(path):
+    if slime_files.is_one(path):
         return PortableFile(name, lambda: _all_slime([path]), None)
     first = next(iter(PromptFile(path, max_line_bytes=MAX_LINE)), None)
     if not isinstance(first, tuple) or not first[1].keys() >= OURS:
@@ -174,7 +174,7 @@ def _told(path: Path) -> dict[str, Any]:
 
 
 def _parquet(path: Path, name: str, look: Callable[[Path], Any]) -> Any:
-    pa, _ = parquetrows.arrow()
+    pa, _ = parquet.arrow()
     try:
         return look(path)
     except (pa.ArrowException, OSError) as error:
@@ -182,10 +182,10 @@ def _parquet(path: Path, name: str, look: Callable[[Path], Any]) -> Any:
 
 
 def _rows(path: Path, name: str) -> Iterator[Read]:
-    pa, _ = parquetrows.arrow()
+    pa, _ = parquet.arrow()
     place = 0
     try:
-        for place, row in enumerate(parquetrows.read(path), 1):
+        for place, row in enumerate(parquet.read(path), 1):
             yield _sample(name, place, row)
     except (pa.ArrowException, OSError) as error:
         raise PromptFileError(name, f"is no readable Parquet file: {str(error)[:200]}") from error
@@ -214,7 +214,7 @@ def _refused(name: str, place: int, error: BadValue) -> InvalidRow:
 def _all_slime(paths: Iterable[Path]) -> Iterator[Read]:
     """Samples of one group follow each other. slime numbers them within the rollout; here they are within the group."""
     for path in paths:
-        _, given = slimefiles.read(path)
+        _, given = slime_files.read(path)
         last, number, place = object(), -1, 0
         for count, values in enumerate(given, 1):
             tokens, n = values.get("tokens"), values.get("response_length")

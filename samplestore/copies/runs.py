@@ -1,4 +1,4 @@
-"""Whole runs into another database (merge), and a run that branches off another (fork): samplestore/copying.py."""
+"""Whole runs into another database (merge), and a run that branches off another (fork): copying.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from samplestore.clock import db_now
-from samplestore.copying import Copied, Copy, Progress
-from samplestore.copysource import stands_at
+from samplestore.copies.copying import Copied, Copy, Progress
+from samplestore.copies.hidden import Hidden, drop_unfinished, removal, run_of
+from samplestore.copies.source import stands_at
 from samplestore.errors import InvalidSetting, RunInUse, SampleStoreError
-from samplestore.hiddenruns import Hidden, drop_unfinished, removal, run_of
 from samplestore.logs import mask
 from samplestore.models import Event, Worker
 from samplestore.models import Run as RunRow

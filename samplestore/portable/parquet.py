@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from samplestore.errors import MissingExtra
-from samplestore.portable import COLUMNS, FORMAT, STRUCTS
+from samplestore.portable.samples import COLUMNS, FORMAT, STRUCTS
 
 ROWS, TOKENS = 1024, 1 << 20  # of a row group, whichever comes first
 READ_ROWS = 64  # held at once

@@ -1,7 +1,7 @@
 """A sample outside of any database: what an export writes and an import reads, whatever the format.
 
 COLUMNS is the schema, once: names, order and kinds of a row. A row is a plain dict; to_row makes it, and
-portablerows.from_row the sample of it again, without loss.
+rows.from_row the sample of it again, without loss.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from samplestore import portablefiles, slimefiles
 from samplestore.engine import Database
 from samplestore.errors import SampleStoreError
-from samplestore.portablefiles import MANIFEST, PART, manifest_of
+from samplestore.portable import files as portablefiles
+from samplestore.portable import slime_files
+from samplestore.portable.files import MANIFEST, PART, manifest_of
 
 THERE = "is there already. Replace it with: samplestore export --to {path} --force"
 NO_EXPORT = "is no export, and is not replaced. Name another place with: --to PATH"
@@ -55,7 +56,7 @@ def _no_export(path: Path, format: str) -> str | None:
     if not path.is_file():
         return NO_EXPORT
     if format == "slime":
-        return None if slimefiles.is_ours(path) else NO_EXPORT
+        return None if slime_files.is_ours(path) else NO_EXPORT
     ours = portablefiles.recognised if format == "manifest" else portablefiles.are_rows
     return None if ours(path) else NO_EXPORT
 

@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from samplestore import arrays, codec, portable, portablerows, slime_values
+from samplestore import arrays, codec
 from samplestore.arrays import EXPERTS, TEACHER, Prepared
 from samplestore.errors import InvalidSegment
-from samplestore.portable import Piece, PortableSample
+from samplestore.portable import rows as portablerows
+from samplestore.portable import samples as portable
+from samplestore.portable import slime_values
+from samplestore.portable.samples import Piece, PortableSample
 from samplestore.promptfiles import show
 from samplestore.rowvalues import BadValue, is_finite
 from samplestore.states import SampleStatus, SegmentKind

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from samplestore import exports, parquetrows, replaced, slimefiles
 from samplestore.errors import InvalidSetting
-from samplestore.exports import Part, Selection
-from samplestore.portable import FORMAT, PortableSample, to_row
-from samplestore.portablefiles import KIND, MANIFEST, manifest_of
-from samplestore.slime_samples import to_slime
+from samplestore.portable import exports, parquet, replaced, slime_files
+from samplestore.portable.exports import Part, Selection
+from samplestore.portable.files import KIND, MANIFEST, manifest_of
+from samplestore.portable.samples import FORMAT, PortableSample, to_row
+from samplestore.portable.slime_samples import to_slime
 from samplestore.tokenizers import Tokenizer
 from samplestore.verbs.tx import Transactor
 
@@ -70,7 +70,7 @@ def export(
         found = [part for part in found if part.step is not None]
         if not found:
             raise exports.NothingToExport(run.name, "no committed step, and a debug rollout is one step")
-        targets = [slimefiles.path_of(str(to), part.step or 0) for part in found]
+        targets = [slime_files.path_of(str(to), part.step or 0) for part in found]
     else:
         targets = [Path(to)]
     for target in targets:
@@ -82,10 +82,10 @@ def export(
     elif format == "jsonl":
         _jsonl(targets[0], found, rows)
     else:
-        torch = slimefiles.torch_module()
+        torch = slime_files.torch_module()
         for target, part in zip(targets, found, strict=True):
             with placed(target) as path:
-                slimefiles.write(path, part.step or 0, (to_slime(one, torch=torch) for one in rows.of(part)))
+                slime_files.write(path, part.step or 0, (to_slime(one, torch=torch) for one in rows.of(part)))
     return done
 
 
@@ -137,7 +137,7 @@ def _parquet(target: Path, found: list[Part], rows: _Rows) -> None:
             while first := next(left, None):
                 inside.mkdir(exist_ok=True)
                 path = inside / f"part-{number}.parquet"
-                n = parquetrows.write(path, _chain(first, islice(left, PART_ROWS - 1)))
+                n = parquet.write(path, _chain(first, islice(left, PART_ROWS - 1)))
                 files.append({"path": f"{inside.name}/{path.name}", "step": part.step, "rows": n})
                 number += 1
         _write_manifest(folder / MANIFEST, rows.manifest(files=files))

@@ -13,8 +13,8 @@ import numpy as np
 from samplestore import arrays, codec
 from samplestore.arrays import Prepared
 from samplestore.errors import InvalidSegment
-from samplestore.manifests import MAX_NUMBER
-from samplestore.portable import STATUSES, Piece, PortableSample, Reward
+from samplestore.portable.manifests import MAX_NUMBER
+from samplestore.portable.samples import STATUSES, Piece, PortableSample, Reward
 from samplestore.rowvalues import MAX_ROW_BYTES, BadValue, is_finite, plain
 from samplestore.states import GroupState, SegmentKind, StageStatus
 from samplestore.types import Ids

@@ -32,7 +32,7 @@ from samplestore.models import (
     WeightVersionRow,
 )
 from samplestore.models import Run as RunRow
-from samplestore.portable import STATUSES, Piece, PortableSample, Reward
+from samplestore.portable.samples import STATUSES, Piece, PortableSample, Reward
 from samplestore.queries import images
 from samplestore.states import BatchState, StageStatus
 from samplestore.tokenizers import Tokenizer

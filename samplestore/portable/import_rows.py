@@ -26,7 +26,7 @@ import numpy.typing as npt
 from samplestore import arrays, codec
 from samplestore.arrays import TEACHER, Prepared
 from samplestore.errors import InvalidSegment
-from samplestore.portable import Piece, PortableSample, Reward
+from samplestore.portable.samples import Piece, PortableSample, Reward
 from samplestore.promptfiles import InvalidRow, ReadRow
 from samplestore.prompts import Prompt, prepare
 from samplestore.rowvalues import BadValue, is_finite, parsed

@@ -1,7 +1,7 @@
 """One run on its way into another database, or into another run of the same one.
 
 Bounded transactions, a few groups each, under a name that nobody looks for, by one owner at a time
-(samplestore/hiddenruns.py); the last one gives the run its name. Killed in between, the same copy goes on where it was
+(hidden.py); the last one gives the run its name. Killed in between, the same copy goes on where it was
 left: prompts are known by content, groups by number. It begins anew where the source went on meanwhile: what was copied
 before would be of another time than the rest.
 """
@@ -16,13 +16,14 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from samplestore import faults, hiddenruns
+from samplestore import faults
 from samplestore.arrayfiles import to_file
 from samplestore.arrays import Prepared
 from samplestore.clock import db_now
-from samplestore.copysource import PAGE, Source
+from samplestore.copies import hidden as hidden_runs
+from samplestore.copies.hidden import Hidden, Owner
+from samplestore.copies.source import PAGE, Source
 from samplestore.errors import InvalidSetting, SampleStoreError
-from samplestore.hiddenruns import Hidden, Owner
 from samplestore.models import Run as RunRow
 from samplestore.run import Run
 from samplestore.states import BatchState, RunState
@@ -95,7 +96,7 @@ class Copy:
         self.owner, self.made = owner, owner.run
         try:
             return self._all(about, details)
-        except hiddenruns.CopyLost:
+        except hidden_runs.CopyLost:
             raise
         except BaseException:
             owner.let_go()
@@ -157,7 +158,7 @@ class Copy:
     def _begin(self) -> Owner | None:
         """A hidden run that is this copy's alone: new, or as an earlier attempt left it."""
         while isinstance(found := self.target.database.write(self._take, durable=True), Run):
-            hiddenruns.drop(found)
+            hidden_runs.drop(found)
         return found
 
     def _take(self, connection: sa.Connection) -> Owner | Run | None:
@@ -170,11 +171,11 @@ class Copy:
         hidden = Hidden.parse(row.name)
         if hidden is None:
             return None
-        owner = hiddenruns.require_free(connection, row.id, hidden.name, self.token)
-        found = hiddenruns.run_of(self.target, row)
+        owner = hidden_runs.require_free(connection, row.id, hidden.name, self.token)
+        found = hidden_runs.run_of(self.target, row)
         same = (hidden.origin, hidden.at) == (self.hidden.origin, self.hidden.at)
-        if not same or hiddenruns.stood_at(owner) != self.about["stands_at"]:
-            hiddenruns.give_up(connection, owner)
+        if not same or hidden_runs.stood_at(owner) != self.about["stands_at"]:
+            hidden_runs.give_up(connection, owner)
             return found
         self.uuid, self.name = hidden.uuid, hidden.name
         return Owner.take_over(connection, found, self.token, owner)
@@ -203,7 +204,7 @@ class Copy:
             **{name: row[name] for name in LINE},
         }  # fmt: skip
         made = connection.execute(sa.insert(table).values(**values).returning(table)).one()
-        run = hiddenruns.run_of(self.target, made)
+        run = hidden_runs.run_of(self.target, made)
         owner = Owner.begin(connection, run, self.token, self.about["stands_at"])
         tx = Tx(connection, made.id, settings)
         verbs.begin(tx, self.about, errors=self.whole)

@@ -1,7 +1,7 @@
 """Samples that were generated elsewhere: what is given, looked through before it is stored, and stored as it was seen.
 
-What an export wrote (samplestore.portablefiles) comes back as it was: segments, versions, rewards, statuses. Rows of
-prompts and responses are those of samplestore.importrows.
+What an export wrote (samplestore.portable.files) comes back as it was: segments, versions, rewards, statuses. Rows of
+prompts and responses are those of samplestore.portable.import_rows.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from samplestore import portablefiles
-from samplestore.importrows import DATASET, MAX_SAMPLES, Groups, Imported, read
-from samplestore.portable import PortableSample
+from samplestore.portable import files as portablefiles
+from samplestore.portable.import_rows import DATASET, MAX_SAMPLES, Groups, Imported, read
+from samplestore.portable.samples import PortableSample
+from samplestore.portable.slime_samples import together
 from samplestore.promptfiles import InvalidImport, InvalidRow, PromptFile, PromptFileError
 from samplestore.prompts import Prompt, prepare
 from samplestore.rowvalues import BadValue
-from samplestore.slime_samples import together
 from samplestore.states import FINISHED
 
 __all__ = [

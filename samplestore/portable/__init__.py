@@ -1,0 +1,1 @@
+"""Samples outside a database: files, objects and slime's dicts, written by an export and read by an import."""
