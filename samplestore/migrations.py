@@ -12,11 +12,12 @@ from sqlalchemy.engine import Connection
 
 from samplestore.engine import Database
 from samplestore.errors import DatabaseMissing, SampleStoreError, SchemaMismatch
+from samplestore.words import amount
 
 if TYPE_CHECKING:
     from alembic.config import Config
 
-REVISION = "0005"  # the head of alembic/versions; a test compares. Kept here so that opening needs no Alembic.
+REVISION = "0006"  # the head of alembic/versions; a test compares. Kept here so that opening needs no Alembic.
 ADVISORY_LOCK = 7_236_001
 
 
@@ -140,7 +141,7 @@ def _migrate_sqlite(database: Database, revision: str, direction: str) -> None:
                 broken = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall()
                 if broken:
                     raise SampleStoreError(
-                        f"migration refused: {len(broken)} rows would lose their parent, e.g. {broken[0]}"
+                        f"migration refused: {amount(len(broken), 'row')} would lose a parent, e.g. {broken[0]}"
                     )
         finally:
             raw.execute("PRAGMA foreign_keys=ON")

@@ -309,6 +309,7 @@ class Sample(Base):
         ),
         Index("ix_sample_owned", "owner", **partial("owner IS NOT NULL")),
         Index("ix_sample_run_status", "run_id", "status"),
+        Index("ix_sample_resumed", "run_id", **partial("n_resumes > 0")),
         Index("ix_sample_parent", "parent_id", **partial("parent_id IS NOT NULL")),
         HOT,
     )
@@ -721,6 +722,41 @@ class LedgerTotal(Base):
     reason: Mapped[str] = mapped_column(primary_key=True)
     version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False, comment="-1: unknown")
     amount: Mapped[int]
+
+
+class RequestTotal(Base):
+    """What a run's requests come to, kept as they end (statements/totals.py). worker_id as in ledger_total."""
+
+    __tablename__ = "request_total"
+    __table_args__ = ({**HOT, "sqlite_autoincrement": False},)
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), primary_key=True)
+    worker_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    reason: Mapped[str] = mapped_column(primary_key=True, comment="why tokens were lost; empty: none, or nobody said")
+    ended: Mapped[int] = mapped_column(comment="requests of which it is known how much was generated")
+    unknown: Mapped[int] = mapped_column(comment="requests that ended without")
+    generated: Mapped[int] = mapped_column(comment="tokens, as all below but resumes")
+    stored: Mapped[int]
+    prompt: Mapped[int]
+    cached: Mapped[int]
+    lost: Mapped[int]
+    resumes: Mapped[int] = mapped_column(comment="requests that went on from stored tokens")
+    resumed: Mapped[int] = mapped_column(comment="tokens that they went on from")
+    at: Mapped[float] = mapped_column(comment="when it last changed")
+
+
+class EventTotal(Base):
+    """How many events of a kind a run has, kept as they are written. worker_id as in ledger_total."""
+
+    __tablename__ = "event_total"
+    __table_args__ = ({**HOT, "sqlite_autoincrement": False},)
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id"), primary_key=True)
+    worker_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    reason: Mapped[str] = mapped_column(primary_key=True, comment="of aborts, releases and reaps; empty for others")
+    n: Mapped[int]
+    tokens: Mapped[int] = mapped_column(comment="that the events tell of")
 
 
 class Event(Base):

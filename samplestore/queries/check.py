@@ -16,6 +16,7 @@ from samplestore.queries import check_arrays as arrays
 from samplestore.queries import check_states as states
 from samplestore.queries import check_tokens as tokens
 from samplestore.queries import ledger
+from samplestore.statements import totals
 from samplestore.types import Finding, RunSettings
 
 EXAMPLES = 5
@@ -28,8 +29,8 @@ def check(database: Database, run_id: int, settings: RunSettings) -> list[Findin
     with database.reading() as connection:
         found = [_run_check(connection, *item) for checks in CHECKS for item in checks(run_id)]
         stored = arrays.findings(connection, run_id, settings)
-        ledger_closes, keys_hold = _ledger(connection, run_id), _foreign_keys(connection)
-        return [*(f for f in found if f is not None), *stored, *ledger_closes, *keys_hold]
+        totals_hold = (*_ledger(connection, run_id), *_requests(connection, run_id), *_events(connection, run_id))
+        return [*(f for f in found if f is not None), *stored, *totals_hold, *_foreign_keys(connection)]
 
 
 def _run_check(connection: sa.Connection, code: str, message: str, query: sa.Select[Any]) -> Finding | None:
@@ -60,6 +61,33 @@ def _ledger(connection: sa.Connection, run_id: int) -> Iterator[Finding]:
             for f, r, v in wrong
         ]
         yield Finding("ledger", "the token ledger does not close", len(wrong), shown[:EXAMPLES])
+
+
+def _requests(connection: sa.Connection, run_id: int) -> Iterator[Finding]:
+    kept, counted = ledger.kept_requests(connection, run_id), ledger.counted_requests(connection, run_id)
+    yield from _differ(
+        "request_total", "the totals of requests differ from their rows",
+        {(reason, name): n for reason, each in kept.items() for name, n in each._asdict().items()},
+        {(reason, name): n for reason, each in counted.items() for name, n in each._asdict().items()},
+    )  # fmt: skip
+
+
+def _events(connection: sa.Connection, run_id: int) -> Iterator[Finding]:
+    queries = (totals.kept_events(run_id), totals.counted_events(totals.event.c.run_id == run_id))
+    kept, counted = (
+        {(r.kind, r.reason, name): int(getattr(r, name)) for r in connection.execute(query) for name in ("n", "tokens")}
+        for query in queries
+    )
+    yield from _differ("event_total", "the totals of events differ from their rows", kept, counted)
+
+
+def _differ(code: str, message: str, kept: dict[Any, int], counted: dict[Any, int]) -> Iterator[Finding]:
+    wrong = sorted(key for key in {*kept, *counted} if kept.get(key, 0) != counted.get(key, 0))
+    if wrong:
+        shown = [
+            {"of": ": ".join(key), "kept": kept.get(key, 0), "counted": counted.get(key, 0)} for key in wrong[:EXAMPLES]
+        ]
+        yield Finding(code, message, len(wrong), shown)
 
 
 def _foreign_keys(connection: sa.Connection) -> Iterator[Finding]:

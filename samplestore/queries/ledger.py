@@ -9,11 +9,13 @@ from typing import Any
 import sqlalchemy as sa
 
 from samplestore.engine import Database
-from samplestore.models import EngineRow, Request
+from samplestore.models import EngineRow, Request, Worker
 from samplestore.statements import ledger as st
+from samplestore.statements import totals
+from samplestore.statements.totals import Amounts
 from samplestore.states import Fate
 
-request, engine = Request.__table__, EngineRow.__table__
+request, engine, worker = Request.__table__, EngineRow.__table__, Worker.__table__
 
 Key = tuple[str, str, int]
 
@@ -34,7 +36,12 @@ def read(database: Database, run_id: int, exact: bool) -> dict[str, Any]:
     with database.reading() as connection:
         kept = kept_totals(connection, run_id)
         counted = recounted(connection, run_id) if exact else None
-        requests = _requests(connection, run_id)
+        of_requests = kept_requests(connection, run_id)
+        if exact:
+            recounted_requests = counted_requests(connection, run_id)
+            requests_differ = recounted_requests != of_requests
+            of_requests = recounted_requests
+        requests = _requests(connection, run_id, of_requests)
         engines = _engines(connection, run_id, requests)
     by_fate: Counter[str] = Counter({fate.value: 0 for fate in Fate})
     reasons: Counter[str] = Counter()
@@ -59,44 +66,43 @@ def read(database: Database, run_id: int, exact: bool) -> dict[str, Any]:
         told["differences"] = [
             {"fate": f, "reason": r, "version": v, "recounted_minus_kept": d} for (f, r, v), d in sorted(wrong.items())
         ]
-        told["closed"] = not wrong and requests["unexplained_tokens"] == 0
+        told["closed"] = not wrong and not requests_differ and requests["unexplained_tokens"] == 0
     return told
 
 
-def _requests(connection: sa.Connection, run_id: int) -> dict[str, Any]:
+def kept_requests(connection: sa.Connection, run_id: int) -> dict[str, Amounts]:
+    return totals.by_reason(connection.execute(totals.kept_requests(run_id)))
+
+
+def counted_requests(connection: sa.Connection, run_id: int) -> dict[str, Amounts]:
+    return totals.by_reason(connection.execute(totals.counted_requests(request.c.run_id == run_id)))
+
+
+def _requests(connection: sa.Connection, run_id: int, by_reason: dict[str, Amounts]) -> dict[str, Any]:
     """Tokens of engine calls: what engines say they generated, what was stored, what was lost and why, and what
-    resumes kept. Two passes over the requests of the run; one that groups them all by reason would have to sort."""
+    resumes kept."""
     r = request.c
-    known, ended = r.generated_tokens.is_not(None), r.finished_at.is_not(None)
-
-    def total(column: Any, *where: Any) -> Any:
-        summed = sa.func.sum(column)
-        return sa.func.coalesce(summed.filter(*where) if where else summed, 0)
-
-    row = connection.execute(
-        sa.select(
-            sa.func.count().filter(known).label("finished"),
-            total(r.generated_tokens, known).label("generated"),
-            total(r.stored_tokens, known).label("stored"),
-            total(r.prompt_tokens, known).label("prompt_tokens"),
-            total(r.cached_tokens, known).label("cached_tokens"),
-            sa.func.count().filter(ended, ~known).label("worker_died_before_it_knew"),
-            sa.func.count().filter(~ended).label("in_flight"),
-            total(r.resumed_tokens).label("kept_by_resuming"),
-            sa.func.count().filter(r.resumed_tokens > 0).label("resumes"),
-            sa.func.max(r.finished_at).label("last_finished_at"),
-        ).where(r.run_id == run_id)
-    ).one()
-    by_reason = sa.select(r.lost_reason, sa.func.sum(r.lost_tokens)).where(
-        r.run_id == run_id, known, r.lost_tokens != 0
-    )
-    lost = {reason or "": int(n) for reason, n in connection.execute(by_reason.group_by(r.lost_reason))}
-    last = row._mapping["last_finished_at"]
+    total = Amounts()
+    for amounts in by_reason.values():
+        total = total.plus(amounts)
+    # By workers: an index leads from each to what it has open.
+    mine = sa.select(worker.c.id).where(worker.c.run_id == run_id)
+    in_flight = sa.select(sa.func.count()).where(r.worker_id.in_(mine), r.finished_at.is_(None), r.run_id == run_id)
+    last = sa.select(sa.func.max(totals.of_requests.c.at)).where(totals.of_requests.c.run_id == run_id)
+    lost = {reason: amounts.lost for reason, amounts in by_reason.items() if amounts.lost}
     return {
-        **{name: int(n) for name, n in row._mapping.items() if name != "last_finished_at"},
+        "finished": total.ended,
+        "generated": total.generated,
+        "stored": total.stored,
+        "prompt_tokens": total.prompt,
+        "cached_tokens": total.cached,
+        "worker_died_before_it_knew": total.unknown,
+        "in_flight": int(connection.execute(in_flight).scalar_one()),
+        "kept_by_resuming": total.resumed,
+        "resumes": total.resumes,
         "lost_by_reason": {reason: n for reason, n in lost.items() if reason},
         "unexplained_tokens": lost.get("", 0),
-        "last_finished_at": last,
+        "last_finished_at": connection.execute(last).scalar(),
     }
 
 

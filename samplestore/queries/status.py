@@ -10,14 +10,18 @@ from samplestore.clock import db_now
 from samplestore.engine import Database
 from samplestore.models import BatchRow, DatasetRow, EngineRow, Event, Request, Run, Sample, SampleGroup, Worker
 from samplestore.queries import arrays, stages
+from samplestore.queries.fleet import OWN
 from samplestore.queries.starving import starving
-from samplestore.statements import staleness
+from samplestore.statements import staleness, totals
 from samplestore.states import BatchState, GroupState, SampleStatus
 from samplestore.types import RunSettings
 
 run, group, sample, worker, engine, batch, event, request, dataset = (
     t.__table__ for t in (Run, SampleGroup, Sample, Worker, EngineRow, BatchRow, Event, Request, DatasetRow)
 )
+
+STOPS = ("abort", "release", "reap", "fail")
+RESUMED = sample.c.n_resumes > sa.literal_column("0")  # written out: a planner must see that a partial index holds them
 
 
 def status(database: Database, run_id: int) -> dict[str, Any]:
@@ -36,16 +40,11 @@ def status(database: Database, run_id: int) -> dict[str, Any]:
             "epoch": row.epoch,
             "prompts": row.n_prompts,
             "datasets": _datasets(connection, run_id),
-            "groups": _counts(
-                connection,
-                group.c.state,
-                (group.c.run_id == run_id) & group.c.evaluation_id.is_(None),
-                [s.value for s in GroupState],
-            ),
+            "groups": _groups(connection, run_id),
             "samples": _counts(connection, sample.c.status, sample.c.run_id == run_id, [s.value for s in SampleStatus]),
             "dropped": drop_reasons(connection, run_id),
             "in_flight": _scalar(connection, sample.c.run_id == run_id, sample.c.owner.is_not(None)),
-            "resumed_samples": _scalar(connection, sample.c.run_id == run_id, sample.c.n_resumes > 0),
+            "resumed_samples": _scalar(connection, sample.c.run_id == run_id, RESUMED),
             "staleness": staleness_histogram(connection, run_id, GroupState.READY),
             "starving": starving(connection, run_id, RunSettings.parse(row.settings)),
             "aborts": abort_reasons(connection, run_id),
@@ -67,6 +66,19 @@ def _counts(connection: sa.Connection, column: Any, where: Any, names: list[str]
         (name, n) for name, n in connection.execute(sa.select(column, sa.func.count()).where(where).group_by(column))
     )
     return {name: int(found.get(name, 0)) for name in names}
+
+
+def _groups(connection: sa.Connection, run_id: int) -> dict[str, int]:
+    """Groups by state, those of evaluations left out. Most of a long run's are consumed: by the batches that were
+    committed, which hold them. The others are counted in an index that has no evaluations, those in one of their own."""
+    mine, names = group.c.run_id == run_id, [s.value for s in GroupState]
+    others = group.c.state.in_([name for name in names if name != GroupState.CONSUMED])
+    of_all = _counts(connection, group.c.state, mine & others, names)
+    evaluated = _counts(connection, group.c.state, mine & others & group.c.evaluation_id.is_not(None), names)
+    committed = (batch.c.run_id == run_id) & (batch.c.state == BatchState.COMMITTED.value)
+    consumed = connection.execute(sa.select(sa.func.coalesce(sa.func.sum(batch.c.n_groups), 0)).where(committed))
+    left = {name: of_all[name] - evaluated[name] for name in names}
+    return {**left, GroupState.CONSUMED.value: int(consumed.scalar_one())}
 
 
 def staleness_histogram(connection: sa.Connection, run_id: int, state: GroupState) -> dict[str, int]:
@@ -96,18 +108,10 @@ def drop_reasons(connection: sa.Connection, run_id: int) -> dict[str, int]:
 def abort_reasons(connection: sa.Connection, run_id: int) -> dict[str, int]:
     """How often samples were stopped in the middle, by reason: aborts, releases, reaps. Failures are one: their reasons
     are messages, no two alike."""
-    kinds = ("abort", "release", "reap", "fail")
-    label = sa.case(
-        (event.c.kind == "fail", "fail"), else_=event.c.kind + sa.literal(": ") + sa.func.coalesce(event.c.reason, "")
-    )
-    rows = connection.execute(
-        sa.select(label.label("why"), sa.func.count())
-        .where(event.c.run_id == run_id, event.c.kind.in_(kinds))
-        .group_by(sa.text("why"))
-        .order_by(sa.func.count().desc())
-        .limit(20)
-    )
-    return {r[0][:200]: int(r[1]) for r in rows}
+    kinds = totals.of_events.c.kind.in_(STOPS)
+    rows = [r for r in connection.execute(totals.kept_events(run_id, kinds)) if r.n]
+    often = sorted(rows, key=lambda r: (-int(r.n), r.kind, r.reason))[:20]
+    return {r.kind if r.kind == "fail" else f"{r.kind}: {r.reason}": int(r.n) for r in often}
 
 
 def failures(connection: sa.Connection, run_id: int) -> dict[str, Any] | None:
@@ -117,8 +121,8 @@ def failures(connection: sa.Connection, run_id: int) -> dict[str, Any] | None:
     last = connection.execute(newest).one_or_none()
     if last is None:
         return None
-    n = connection.execute(sa.select(sa.func.count()).where(mine)).scalar_one()
-    return {"count": int(n), "newest_error": str(last.reason)[:500], "newest_at": last.at}
+    n = sum(int(r.n) for r in connection.execute(totals.kept_events(run_id, totals.of_events.c.kind == "fail")))
+    return {"count": n, "newest_error": str(last.reason)[:500], "newest_at": last.at}
 
 
 def _datasets(connection: sa.Connection, run_id: int) -> list[dict[str, Any]]:
@@ -141,7 +145,7 @@ def _workers(connection: sa.Connection, run_id: int) -> list[dict[str, Any]]:
             (db_now() - worker.c.heartbeat).label("heartbeat_age_s"), worker.c.ttl_s,
             held.label("samples"), worker.c.error,
         )
-        .where(worker.c.run_id == run_id)
+        .where(worker.c.run_id == run_id, OWN)
         .order_by(worker.c.id.desc())
         .limit(50)
     )  # fmt: skip

@@ -108,6 +108,7 @@ class Over:
     def __init__(self, rows: sa.TableClause, statement: Any) -> None:
         self.given, self.statement = rows, statement
         self._blobs = frozenset(column.name for column in rows.c if isinstance(column.type, sa.LargeBinary))
+        self._json = frozenset(column.name for column in rows.c if isinstance(column.type, sa.JSON))
         self._texts: dict[tuple[str, int], tuple[str, list[str]]] = {}
 
     def execute(self, connection: Connection, rows: Sequence[Values]) -> int:
@@ -126,6 +127,8 @@ class Over:
             listed = [{name: row[name] for name in plain} for row in rows]
             yield driver.run(connection, sql, {**blobs, ROWS: json.dumps(listed, allow_nan=False), N_ROWS: len(rows)})
             return
+        if self._json:  # the driver takes none; a missing one is NULL, as on PostgreSQL
+            rows = [{**row, **{name: self._dumped(row[name]) for name in self._json}} for row in rows]
         at = 0
         while at < len(rows):  # in powers of two: few statements, so that the driver keeps them all prepared
             n = min(LARGEST, 1 << (len(rows) - at).bit_length() - 1)
@@ -133,6 +136,10 @@ class Over:
             chosen = itemgetter(*names) if len(names) > 1 else lambda row: (row[names[0]],)  # noqa: B023 - used at once
             yield driver.run(connection, sql, tuple(chain.from_iterable(map(chosen, rows[at : at + n]))))
             at += n
+
+    @staticmethod
+    def _dumped(value: Any) -> str | None:
+        return None if value is None else json.dumps(value, allow_nan=False)
 
     def _text(self, dialect: Dialect, n: int) -> tuple[str, list[str]]:
         made = self.statement.compile(dialect=dialect, compile_kwargs={"literal_binds": True}).string

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy import bindparam
 
 from samplestore.clock import db_now
-from samplestore.models import Request, Sample
+from samplestore.models import Json, Request, Sample
 from samplestore.statements.prepared import Over, Prepared, given
 
 request, sample = Request.__table__, Sample.__table__
@@ -68,16 +68,36 @@ def _stored() -> Over:
 BEGIN, STORED = _begin(), _stored()
 OF = Prepared(sa.select(request.c.id).where(request.c.rid == bindparam("of_rid")))
 ENDED = Prepared(sa.select(request.c.finished_at).where(request.c.rid == bindparam("of_rid")))
-END = Prepared(
-    sa.update(request)
-    .where(request.c.rid == bindparam("of_rid"), request.c.run_id == bindparam("b_run"))
-    .values(
-        engine=sa.func.coalesce(bindparam("b_engine", type_=sa.Text), request.c.engine),
-        prompt_tokens=bindparam("b_prompt"), cached_tokens=bindparam("b_cached"),
-        generated_tokens=bindparam("b_generated"),
-        lost_tokens=bindparam("b_generated", type_=sa.BigInteger) - request.c.stored_tokens,
-        lost_reason=bindparam("b_lost"), retractions=bindparam("b_retractions"), queue_s=bindparam("b_queue_s"),
-        e2e_s=bindparam("b_e2e_s"), finish_reason=bindparam("b_reason"), spec=bindparam("b_spec"),
-        finished_at=db_now(),
-    )
-)  # fmt: skip
+
+TOLD: dict[str, Any] = {
+    "rid": sa.Text, "run_id": sa.BigInteger, "engine": sa.Text, "prompt_tokens": sa.BigInteger,
+    "cached_tokens": sa.BigInteger, "generated_tokens": sa.BigInteger, "lost_reason": sa.Text,
+    "retractions": sa.BigInteger, "queue_s": sa.Double, "e2e_s": sa.Double, "finish_reason": sa.Text, "spec": Json,
+}  # fmt: skip
+
+
+def _end(*which: sa.ColumnElement[bool]) -> Over:
+    """Close requests with what their engines told; gives what the totals need of each that it closed."""
+    told = given(TOLD)
+    of_request = {
+        **{name: told.c[name] for name in TOLD if name not in ("rid", "run_id")},
+        "engine": sa.func.coalesce(told.c.engine, request.c.engine),
+        "lost_tokens": told.c.generated_tokens - request.c.stored_tokens,
+        "finished_at": db_now(),
+    }
+    return Over(
+        told,
+        sa.update(request)
+        .where(request.c.rid == told.c.rid, request.c.run_id == told.c.run_id, *which)
+        .values(of_request)
+        .returning(
+            request.c.rid, request.c.generated_tokens, request.c.stored_tokens, request.c.prompt_tokens,
+            request.c.cached_tokens, request.c.lost_tokens, request.c.lost_reason,
+        ),
+    )  # fmt: skip
+
+
+# What is known stays: whoever tells it again adds nothing to the totals. What a reap closed unknown may become known,
+# when the worker was only thought to be dead.
+END = _end(request.c.finished_at.is_(None))
+END_LATE = _end(request.c.finished_at.is_not(None), request.c.generated_tokens.is_(None))

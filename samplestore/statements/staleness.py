@@ -22,15 +22,18 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from samplestore.models import Run, Sample, SampleGroup, Segment, WeightVersionRow
+from samplestore.models import BatchGroup, BatchRow, Run, Sample, SampleGroup, Segment, WeightVersionRow, one_of
 from samplestore.statements.lists import among
 from samplestore.statements.prepared import Prepared
-from samplestore.states import FINISHED, GroupState, SampleStatus, SegmentKind, StalenessMode
+from samplestore.states import FINISHED, LIVE_BATCH, GroupState, SampleStatus, SegmentKind, StalenessMode
 from samplestore.types import choice
 
-run, group, sample, segment, version = (t.__table__ for t in (Run, SampleGroup, Sample, Segment, WeightVersionRow))
+run, group, sample, segment, version, batch, batch_group = (
+    t.__table__ for t in (Run, SampleGroup, Sample, Segment, WeightVersionRow, BatchRow, BatchGroup)
+)
 
 MODES = tuple(StalenessMode)
+LIVE = sa.text(one_of("batch_group.state", LIVE_BATCH))  # as uq_batch_group_live says it: at most one row of a group
 UNKNOWN = "unknown weight version"  # reason of a group that no batch can ever take
 
 
@@ -64,6 +67,40 @@ IMPORTED = group.c.import_key.is_not(None) & (sa.func.substr(group.c.import_key,
 def group_lag(run_id: Any) -> sa.ColumnElement[int]:
     """Staleness of a group by the oldest version in its row; NULL if it is unknown, 0 of an imported one."""
     return sa.case((IMPORTED, 0), else_=behind(run_id, group.c.oldest_version))
+
+
+TAKEN = group.c.state.in_([GroupState.LEASED.value, GroupState.CONSUMED.value])
+
+
+def shown_lag(run_id: Any) -> sa.ColumnElement[int]:
+    """group_lag for people: of a group that a trainer holds or has consumed what it was at the lease, by the measure of
+    its batch. It was trained on as that, however many versions came since."""
+    at_lease = sa.select(batch_group.c.staleness).where(batch_group.c.group_id == group.c.id, LIVE).scalar_subquery()
+    return sa.case((TAKEN, at_lease), else_=group_lag(run_id))
+
+
+def shown_sample_lag(run_id: Any) -> sa.ColumnElement[int]:
+    """The same of a sample: by its oldest trained token. NULL where a version is unknown."""
+    at_lease, now = _behind_at_lease(run_id, sample.c.oldest_version), behind(run_id, sample.c.oldest_version)
+    return sa.case((sample.c.version_unknown != 0, None), (TAKEN, at_lease), else_=now)
+
+
+def _behind_at_lease(run_id: Any, version_column: Any) -> sa.ScalarSelect[Any]:
+    """Staleness of the version in `version_column` as it was when the live batch of the group was leased. That batch's
+    current version is an ancestor of today's: a rewind ends the batches that it leaves."""
+    v, current = version.alias(), version.alias()
+    path = current.c.depth + v.c.depth - 2 * sa.case((v.c.common_depth < current.c.depth, v.c.common_depth),
+                                                     else_=current.c.depth)  # fmt: skip
+    return (
+        sa.select(path)
+        .select_from(
+            batch_group.join(batch, batch.c.id == batch_group.c.batch_id)
+            .join(current, (current.c.run_id == batch.c.run_id) & (current.c.version == batch.c.current_version))
+            .join(v, v.c.run_id == batch.c.run_id)
+        )
+        .where(batch_group.c.group_id == group.c.id, LIVE, v.c.run_id == run_id, v.c.version == version_column)
+        .scalar_subquery()
+    )
 
 
 def behind(run_id: Any, version_column: Any) -> sa.ColumnElement[int]:

@@ -15,6 +15,7 @@ from samplestore.errors import WorkerDead
 from samplestore.migrations import REVISION
 from samplestore.models import BatchRow, EngineRow, Request, Run, Sample, Stage, Worker
 from samplestore.statements import samples as st
+from samplestore.statements.totals import Amounts
 from samplestore.states import BatchState, Fate, StageStatus, WorkerKind, WorkerState
 from samplestore.types import Heartbeat, Reaped, choice
 from samplestore.verbs import batches, deadlines, deaths, groups, samples
@@ -158,11 +159,12 @@ def _free(tx: Tx, stuck: sa.ColumnElement[bool], reason: str) -> tuple[int, int,
     samples_freed = given_up + _free_samples(tx, stuck, reason, suspects)
     stages_freed = tx.execute(_free_owned(stage, tx.run_id, stage.c.status == StageStatus.PENDING.value)).rowcount
     engines_freed = tx.execute(_free_owned(engine, tx.run_id)).rowcount
-    tx.execute(
+    closed = tx.execute(
         sa.update(request)
         .where(request.c.finished_at.is_(None), _gone(request.c.worker_id), request.c.run_id == tx.run_id)
         .values(finished_at=db_now(), lost_reason="worker dead")
     )
+    tx.requests("", Amounts(unknown=closed.rowcount))
     return samples_freed, stages_freed, len(held), engines_freed
 
 

@@ -24,9 +24,11 @@ from samplestore.models import (
     EpisodeStep,
     EvaluationRow,
     Event,
+    EventTotal,
     LedgerTotal,
     PromptImage,
     Request,
+    RequestTotal,
     Run,
     Sample,
     SampleGroup,
@@ -240,6 +242,7 @@ def remove_groups(tx: Tx, ids: Sequence[int], name: str) -> Freed:
     tx.lock_groups(ids)
     samples = sa.select(sample.c.id).where(sample.c.group_id.in_(ids))
     freed = _measured(tx, segment.c.sample_id.in_(samples), array.c.sample_id.in_(samples))
+    tx.recount(requests=Request.sample_id.in_(samples), times=-1)
     with tx.moving(groups=ids):
         for table in (SegmentArray, Segment, EpisodeStep, Request):
             tx.execute(sa.delete(table).where(table.sample_id.in_(samples)))
@@ -252,6 +255,8 @@ def remove_groups(tx: Tx, ids: Sequence[int], name: str) -> Freed:
 def remove_rows(tx: Tx, table: Any, ids: Sequence[int], name: str) -> Freed:
     """Remove prompts or events."""
     require_idle(tx, name)
+    if table is Event.__table__:
+        tx.recount(events=Event.id.in_(ids), times=-1)
     tx.execute(sa.delete(table).where(table.c.id.in_(ids)))
     return Freed()
 
@@ -260,7 +265,10 @@ def remove_run(tx: Tx, name: str) -> Freed:
     """Remove what is left: the run and the few rows that only it has."""
     tx.lock_run()
     require_idle(tx, name)
-    of_run = (Event, EngineRow, Worker, LedgerTotal, WeightVersionRow, Timeline, EvaluationRow, DatasetRow, PromptImage)
+    of_run = (
+        Event, EngineRow, Worker, LedgerTotal, RequestTotal, EventTotal, WeightVersionRow, Timeline, EvaluationRow,
+        DatasetRow, PromptImage,
+    )  # fmt: skip
     for table in of_run:
         tx.execute(sa.delete(table).where(table.run_id == tx.run_id))
     tx.execute(sa.delete(run).where(run.c.id == tx.run_id))

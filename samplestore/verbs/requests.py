@@ -8,6 +8,7 @@ from typing import Any
 from samplestore import codec
 from samplestore.statements import requests as rq
 from samplestore.statements import samples as st
+from samplestore.statements.totals import Amounts
 from samplestore.types import Claim, RequestInfo, whole
 from samplestore.verbs import samples
 from samplestore.verbs.tx import Call, Contested, Tx
@@ -39,6 +40,7 @@ def begin_many(tx: Tx, calls: Sequence[Call]) -> list[None]:
             [{"sample_id": c.sample_id, "b_owner": c.owner, "fence": c.attempt} for c in resumed],
         )
     for claim in resumed:
+        tx.requests("", Amounts(resumes=int(claim.n_tokens > 0), resumed=claim.n_tokens))
         tx.event(
             "resume", None, worker_id=claim.owner, sample_id=claim.sample_id, group_id=claim.group_id,
             tokens=claim.n_tokens,
@@ -81,11 +83,29 @@ def end_many(tx: Tx, calls: Sequence[Call]) -> list[None]:
         ended = None if info.finish_reason is None else codec.clean_text(info.finish_reason, 100)
         rows.append(
             {
-                "of_rid": info.rid, "b_run": tx.run_id, "b_engine": info.engine, "b_prompt": info.prompt_tokens,
-                "b_cached": info.cached_tokens, "b_generated": info.generated_tokens, "b_lost": info.lost_reason,
-                "b_retractions": info.retractions, "b_queue_s": info.queue_s, "b_e2e_s": info.e2e_s,
-                "b_reason": ended, "b_spec": info.spec,
+                "rid": info.rid, "run_id": tx.run_id, "engine": info.engine, "prompt_tokens": info.prompt_tokens,
+                "cached_tokens": info.cached_tokens, "generated_tokens": info.generated_tokens,
+                "lost_reason": info.lost_reason, "retractions": info.retractions, "queue_s": info.queue_s,
+                "e2e_s": info.e2e_s, "finish_reason": ended, "spec": info.spec,
             }
         )  # fmt: skip
-    tx.execute(rq.END, rows)
+    closed = rq.END.rows(tx.connection, rows)
+    _total(tx, closed)
+    if len(closed) != len(rows):
+        done = {row.rid for row in closed}
+        late = rq.END_LATE.rows(tx.connection, [row for row in rows if row["rid"] not in done])
+        tx.requests("", Amounts(unknown=-len(late)))
+        _total(tx, late)
     return [None] * len(rows)
+
+
+def _total(tx: Tx, closed: Sequence[Any]) -> None:
+    for row in closed:
+        if row.generated_tokens is None:
+            tx.requests("", Amounts(unknown=1))
+            continue
+        made = Amounts(
+            ended=1, generated=row.generated_tokens, stored=row.stored_tokens, prompt=row.prompt_tokens or 0,
+            cached=row.cached_tokens or 0, lost=row.lost_tokens,
+        )  # fmt: skip
+        tx.requests((row.lost_reason or "") if row.lost_tokens else "", made)

@@ -23,9 +23,10 @@ from samplestore.driver import Answer
 from samplestore.engine import Database
 from samplestore.errors import NotInRun, WorkerDead
 from samplestore.models import Event, Run, SampleGroup, Worker
-from samplestore.statements import ledger
+from samplestore.statements import ledger, totals
 from samplestore.statements.lists import among
 from samplestore.statements.prepared import Prepared
+from samplestore.statements.totals import Amounts
 from samplestore.states import Fate, WorkerState
 from samplestore.types import Claim, RunSettings, StageClaim
 
@@ -75,6 +76,8 @@ class Tx:
         self.worker_id = SHARED
         self._deltas: Counter[tuple[int, Key]] = Counter()
         self._events: list[dict[str, Any]] = []
+        self._requests: dict[tuple[int, str], Amounts] = {}  # by worker and reason
+        self._happened: dict[tuple[int, str, str], tuple[int, int]] = {}  # by worker, kind and reason: how many, tokens
         self._held: set[int] = set()  # groups
 
     @overload
@@ -170,14 +173,42 @@ class Tx:
         return counted
 
     def fold(self, worker_ids: Sequence[int]) -> None:
-        """Move the totals of workers that are gone to the shared rows, so that the table stays small."""
-        removed = self.rows(
-            sa.delete(ledger.total)
-            .where(ledger.total.c.run_id == self.run_id, ledger.total.c.worker_id.in_(worker_ids))
-            .returning(ledger.total.c.fate, ledger.total.c.reason, ledger.total.c.version, ledger.total.c.amount)
-        )
-        for fate, reason, version, amount in removed:
-            self._deltas[(SHARED, (fate, reason, version))] += amount
+        """Move the totals of workers that are gone to the shared rows, so that the tables stay small."""
+        self.as_worker(SHARED)
+        for row in self._taken(ledger.total, worker_ids):
+            self._deltas[(SHARED, (row.fate, row.reason, row.version))] += row.amount
+        for reason, amounts in totals.by_reason(self._taken(totals.of_requests, worker_ids)).items():
+            self.requests(reason, amounts)
+        for row in self._taken(totals.of_events, worker_ids):
+            self.happened(row.kind, row.reason, row.n, row.tokens)
+
+    def _taken(self, table: sa.Table, worker_ids: Sequence[int]) -> Sequence[Any]:
+        theirs = (table.c.run_id == self.run_id) & table.c.worker_id.in_(worker_ids)
+        return self.rows(sa.delete(table).where(theirs).returning(*table.c))
+
+    # -- totals of requests and events
+
+    def requests(self, reason: str, amounts: Amounts) -> None:
+        """Add to what the run's requests come to; reason: why tokens of them were lost."""
+        if not any(amounts):
+            return
+        key = (self.worker_id, reason)
+        self._requests[key] = self._requests.get(key, Amounts()).plus(amounts)
+
+    def happened(self, kind: str, reason: str | None, n: int, tokens: int) -> None:
+        """Add to how many events of a kind there are."""
+        key = (self.worker_id, kind, totals.reason_of(kind, reason))
+        before = self._happened.get(key, (0, 0))
+        self._happened[key] = (before[0] + n, before[1] + tokens)
+
+    def recount(self, *, requests: sa.ColumnElement[bool] | None = None, events: Any = None, times: int = 1) -> None:
+        """Add rows that came in another way than by their verbs; times=-1: take off those that are about to go."""
+        if requests is not None:
+            for reason, amounts in totals.by_reason(self.rows(totals.counted_requests(requests))).items():
+                self.requests(reason, Amounts().plus(amounts, times))
+        if events is not None:
+            for row in self.rows(totals.counted_events(events)):
+                self.happened(row.kind, row.reason, times * int(row.n), times * int(row.tokens))
 
     # -- events
 
@@ -185,6 +216,7 @@ class Tx:
         blank = dict.fromkeys(EVENT)
         said = None if reason is None else codec.clean_text(reason)
         self._events.append({**blank, **fields, "run_id": self.run_id, "kind": kind, "reason": said})
+        self.happened(kind, said, 1, fields.get("tokens") or 0)
 
     def done_before(self, kind: str, call: str | None) -> dict[str, Any] | None:
         """The event that this very call left when it ran before and its acknowledgement was lost; None: it did not.
@@ -201,7 +233,7 @@ class Tx:
         return next((dict(row._mapping) for row in found), None)
 
     def flush(self) -> None:
-        """Write the ledger and the events. Reads no answer."""
+        """Write the ledger, the totals and the events. Reads no answer."""
         rows = [
             {"run_id": self.run_id, "worker_id": w, "fate": f, "reason": r, "version": v, "amount": amount}
             for (w, (f, r, v)), amount in sorted(self._deltas.items())
@@ -209,10 +241,22 @@ class Tx:
         ]
         if rows:
             self.execute(ledger.ADD[self.connection.dialect.name], rows)
+        if self._requests:
+            of_requests = [
+                {"run_id": self.run_id, "worker_id": w, "reason": reason, **amounts._asdict()}
+                for (w, reason), amounts in sorted(self._requests.items())
+            ]
+            self.execute(totals.ADD_REQUESTS[self.connection.dialect.name], of_requests)
+        if self._happened:
+            of_events = [
+                {"run_id": self.run_id, "worker_id": w, "kind": kind, "reason": reason, "n": n, "tokens": tokens}
+                for (w, kind, reason), (n, tokens) in sorted(self._happened.items())
+            ]
+            self.execute(totals.ADD_EVENTS[self.connection.dialect.name], of_events)
         if self._events:
             self.execute(INSERT_EVENT, self._events)
-        self._deltas.clear()
-        self._events.clear()
+        for written in (self._deltas, self._requests, self._happened, self._events):
+            written.clear()
 
 
 class Transactor(Protocol):

@@ -10,6 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from samplestore import Store, states
+from samplestore.models import Base
 from samplestore.run import Run
 from samplestore.statements import ledger
 from samplestore.types import RequestInfo
@@ -88,19 +89,25 @@ BROKEN: dict[str, tuple[str, set[str], bool]] = {
     "a sample of a dead owner": ("UPDATE worker SET state = 'dead' WHERE kind = 'rollout'", {"sample_owner_gone"}, False),
     "a status nobody wrote": ("UPDATE sample SET status = 'truncated', owner = NULL WHERE owner IS NOT NULL", {"group_counters", "ledger"}, True),
     "a version that does not exist": (f"UPDATE segment SET version_min = 9 WHERE {ONE}", {"segment_version", "sample_versions", "ledger"}, True),
-    "tokens of a request": ("UPDATE request SET stored_tokens = 3", {"request_stored", "request_unexplained"}, False),
-    "tokens lost without a reason": ("UPDATE request SET lost_reason = NULL", {"request_unexplained"}, True),
+    "tokens of a request": ("UPDATE request SET stored_tokens = 3", {"request_stored", "request_unexplained", "request_total"}, True),
+    "tokens lost without a reason": ("UPDATE request SET lost_reason = NULL", {"request_unexplained", "request_total"}, True),
+    "a total of requests": ("UPDATE request_total SET resumed = resumed + 1", {"request_total"}, True),
+    "totals of requests that are gone": ("DELETE FROM request_total", {"request_total"}, True),
+    "a total of events": ("UPDATE event_total SET n = n + 1", {"event_total"}, False),
+    "an event that is gone": ("DELETE FROM event", {"event_total"}, False),
 }  # fmt: skip
 
 
 def test_what_is_broken_is_found(run: Run) -> None:
     """Each break is made, seen, and taken back."""
     for name, (statement, codes, opens) in BROKEN.items():
-        tables = [
-            w
-            for w in ("segment", "sample_group", "sample", "ledger_total", "batch_group", "batch", "worker", "request")
-        ]
-        saved = {t: f.rows(run, f"SELECT * FROM {t}") for t in tables}
+        tables = (
+            "segment sample_group sample ledger_total batch_group batch worker request request_total event_total event"
+        ).split()
+        with run.database.reading() as connection:
+            saved = {
+                t: [dict(r) for r in connection.execute(sa.select(Base.metadata.tables[t])).mappings()] for t in tables
+            }
         f.execute(run, statement, **({"b1": b"\x07"} if ":b1" in statement else {}))
         found = {finding.code for finding in run.check()}
         assert codes <= found, f"{name}: {found}"
@@ -110,18 +117,14 @@ def test_what_is_broken_is_found(run: Run) -> None:
 
 
 def _restore(run: Run, saved: dict[str, list[dict[str, object]]]) -> None:
-    from samplestore.models import Base
-
     with run.database.writing() as connection:
         for name, wanted in saved.items():
             table = Base.metadata.tables[name]
             keys = [c.name for c in table.primary_key]
             # keys that a break has changed (seq, fate) or removed: take such tables back whole
-            if name in ("segment", "ledger_total", "batch_group"):
-                connection.execute(sa.text(f"DELETE FROM {name}"))
-                names = ", ".join(f'"{c}"' for c in wanted[0])
-                marks = ", ".join(f":{c}" for c in wanted[0])
-                connection.execute(sa.text(f"INSERT INTO {name} ({names}) VALUES ({marks})"), wanted)
+            if name in ("segment", "ledger_total", "batch_group", "request_total", "event_total", "event"):
+                connection.execute(sa.delete(table))
+                connection.execute(sa.insert(table), wanted)
             else:
                 sets = (
                     "state",

@@ -8,16 +8,22 @@ import sqlalchemy as sa
 
 from samplestore import Store
 from samplestore.run import Run
+from samplestore.statements import totals
+from samplestore.verbs.tx import Tx
 from tests.support import factory as f
 
 GROUPS, PER_GROUP = 250_000, 4
 VERSIONS, BATCH, DROPPED_EVERY = 2_000, 25, 50
 PROMPTS, WORKERS, ABORTS = 1_000, 2_000, 200_000
-TOKENS = 8
+TOKENS = 8  # of a segment
 
 
-def build(store: Store) -> Run:
-    """The run, analyzed; after its history stands a window of 32 groups that nobody has claimed."""
+def build(store: Store, segments: int = 1, tokens: int = TOKENS) -> Run:
+    """The run, analyzed; after its history stands a window of 32 groups that nobody has claimed.
+
+    segments   of each sample; tokens: of each segment
+    """
+    length = segments * tokens  # of a sample
     run = f.make_run(
         store, "million", prompts=PROMPTS, admit=False, samples_per_prompt=PER_GROUP, stages=["reward"],
         groups_per_step=16, epochs=None,
@@ -38,17 +44,18 @@ def build(store: Store) -> Run:
         (
             f"""INSERT INTO sample_group (run_id, prompt_id, number, epoch, timeline, state, reason, n_samples, n_open, n_unscored, n_failed, n_tokens, oldest_version, reward_mean, reward_std, created_at, ready_at, settled_at)
         WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < {GROUPS - 1})
-        SELECT :r, p.id, i, i / {PROMPTS}, 0, CASE WHEN i % {DROPPED_EVERY} = 0 THEN 'dropped' ELSE 'consumed' END, CASE WHEN i % {DROPPED_EVERY} = 0 THEN 'filtered' END, {PER_GROUP}, 0, 0, 0, {PER_GROUP * TOKENS}, i * {VERSIONS} / {GROUPS}, 0.5, 0.5, i, i, i
+        SELECT :r, p.id, i, i / {PROMPTS}, 0, CASE WHEN i % {DROPPED_EVERY} = 0 THEN 'dropped' ELSE 'consumed' END, CASE WHEN i % {DROPPED_EVERY} = 0 THEN 'filtered' END, {PER_GROUP}, 0, 0, 0, {PER_GROUP * length}, i * {VERSIONS} / {GROUPS}, 0.5, 0.5, i, i, i
         FROM n JOIN prompt p ON p.run_id = :r AND p.position = i % {PROMPTS}"""
         ),
         (
             f"""INSERT INTO sample (group_id, "index", run_id, incarnation, status, closed, priority, not_before, attempt, let_go, failures, n_tokens, n_loss_tokens, n_segments, n_aborts, n_resumes, version_min, version_max, oldest_version, version_unknown, logprob_sum, reward, finish_reason, created_at, claimed_at, progress_at, finished_at, finished_by)
-        SELECT g.id, j.i, :r, 0, 'completed', CASE WHEN g.state = 'dropped' THEN 1 ELSE 0 END, 0, 0, 1, 1, 0, {TOKENS}, {TOKENS}, 1, 0, CASE WHEN g.number % 10 = 0 THEN 1 ELSE 0 END, g.oldest_version, g.oldest_version, g.oldest_version, 0, -8, 1, 'stop', g.created_at, g.created_at, g.created_at, g.created_at, 1
+        SELECT g.id, j.i, :r, 0, 'completed', CASE WHEN g.state = 'dropped' THEN 1 ELSE 0 END, 0, 0, 1, 1, 0, {length}, {length}, {segments}, 0, CASE WHEN g.number % 10 = 0 THEN 1 ELSE 0 END, g.oldest_version, g.oldest_version, g.oldest_version, 0, -8, 1, 'stop', g.created_at, g.created_at, g.created_at, g.created_at, 1
         FROM sample_group g, (SELECT 0 AS i UNION ALL SELECT 1 UNION ALL SELECT 2 UNION ALL SELECT 3) j WHERE g.run_id = :r ORDER BY g.id, j.i"""
         ),
         (
             f"""INSERT INTO segment (sample_id, incarnation, seq, start, n_tokens, kind, loss, version_min, version_max, owner, attempt, finish_reason, logprob_sum, created_at, payload)
-        SELECT id, 0, 0, 0, {TOKENS}, 'generated', 1, oldest_version, oldest_version, 1, 1, 'stop', -8, created_at, :p FROM sample WHERE run_id = :r ORDER BY id"""
+        WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < {segments - 1})
+        SELECT id, 0, i, i * {tokens}, {tokens}, 'generated', 1, oldest_version, oldest_version, 1, 1, 'stop', -8, created_at, :p FROM sample, n WHERE run_id = :r ORDER BY id, i"""
         ),
         (
             """INSERT INTO stage (run_id, group_id, sample_id, incarnation, name, status, attempt, let_go, failures, not_before, outcome, value, created_at, settled_at)
@@ -56,12 +63,12 @@ def build(store: Store) -> Run:
         ),
         (
             f"""INSERT INTO request (run_id, rid, sample_id, incarnation, attempt, worker_id, engine, prompt_tokens, cached_tokens, generated_tokens, stored_tokens, lost_tokens, resumed_tokens, started_at, finished_at)
-        SELECT run_id, 'r' || id, id, 0, 1, 1, 'http://e', 3, 0, {TOKENS}, {TOKENS}, 0, CASE WHEN n_resumes > 0 THEN 2 ELSE 0 END, created_at, created_at FROM sample WHERE run_id = :r ORDER BY id"""
+        SELECT run_id, 'r' || id, id, 0, 1, 1, 'http://e', 3, 0, {length}, {length}, 0, CASE WHEN n_resumes > 0 THEN 2 ELSE 0 END, created_at, created_at FROM sample WHERE run_id = :r ORDER BY id"""
         ),
         (
             f"""INSERT INTO batch (run_id, timeline, step, state, owner, attempt, current_version, n_groups, n_samples, n_tokens, created_at, settled_at, policy)
         WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < {GROUPS // BATCH - 1})
-        SELECT :r, 0, i, 'committed', 1, 0, i * {VERSIONS * BATCH} / {GROUPS}, {BATCH}, {BATCH * PER_GROUP}, {BATCH * PER_GROUP * TOKENS}, i, i, '{{}}' FROM n"""
+        SELECT :r, 0, i, 'committed', 1, 0, i * {VERSIONS * BATCH} / {GROUPS}, {BATCH}, {BATCH * PER_GROUP}, {BATCH * PER_GROUP * length}, i, i, '{{}}' FROM n"""
         ),
         (
             f"""INSERT INTO batch_group (batch_id, group_id, position, state, staleness)
@@ -70,7 +77,7 @@ def build(store: Store) -> Run:
         ),
         (
             f"""INSERT INTO event (run_id, at, kind, reason, worker_id, group_id, sample_id, tokens)
-        SELECT run_id, created_at, CASE WHEN id % 2 = 0 THEN 'abort' ELSE 'release' END, 'weights', 1, group_id, id, {TOKENS} FROM sample WHERE run_id = :r ORDER BY id LIMIT {ABORTS}"""
+        SELECT run_id, created_at, CASE WHEN id % 2 = 0 THEN 'abort' ELSE 'release' END, 'weights', 1, group_id, id, {length} FROM sample WHERE run_id = :r ORDER BY id LIMIT {ABORTS}"""
         ),
         (
             f"""INSERT INTO event (run_id, at, kind, step, version)
@@ -78,17 +85,24 @@ def build(store: Store) -> Run:
         ),
         (
             f"""INSERT INTO ledger_total (run_id, worker_id, fate, reason, version, amount)
-        SELECT :r, 0, CASE WHEN state = 'dropped' THEN 'dropped' ELSE 'consumed' END, CASE WHEN state = 'dropped' THEN 'filtered' ELSE '' END, oldest_version, count(*) * {PER_GROUP * TOKENS}
+        SELECT :r, 0, CASE WHEN state = 'dropped' THEN 'dropped' ELSE 'consumed' END, CASE WHEN state = 'dropped' THEN 'filtered' ELSE '' END, oldest_version, count(*) * {PER_GROUP * length}
         FROM sample_group WHERE run_id = :r GROUP BY state, oldest_version"""
         ),
     ]
-    payload = b"\x02" + bytes(8 * TOKENS)
+    payload = b"\x02" + bytes(8 * tokens)
     for statement in statements:
         values = {"r": run.id} | ({"p": payload} if ":p" in statement else {})
         f.execute(run, statement, **values)
+    run.transact(lambda tx: _recount(tx, run.id))
     run.admit()
     analyze(store)
     return run
+
+
+def _recount(tx: Tx, run_id: int) -> None:
+    for table in (totals.of_requests, totals.of_events):
+        tx.execute(sa.delete(table).where(table.c.run_id == run_id))
+    tx.recount(requests=totals.request.c.run_id == run_id, events=totals.event.c.run_id == run_id)
 
 
 def analyze(store: Store) -> None:

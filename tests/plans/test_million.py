@@ -12,9 +12,32 @@ from typing import Any
 import pytest
 
 import samplestore
-from samplestore.queries import aborts, browse, group_list, inspect, ledger, status, trajectory, why
-from samplestore.queries.group_list import GroupFilter
+from samplestore.queries import (
+    abort_list,
+    aborts,
+    batch_list,
+    browse,
+    data_page,
+    determinism,
+    episodes,
+    evaluation,
+    fleet,
+    group_list,
+    group_page,
+    inspect,
+    ledger,
+    sample_page,
+    status,
+    trajectory,
+    why,
+)
+from samplestore.queries import (
+    stages as stage_queries,
+)
+from samplestore.queries.events import Follower
+from samplestore.queries.group_list import LOOK, LOOK_SPREAD, LOOK_TEXT, GroupFilter
 from samplestore.run import Run
+from samplestore.states import GroupState
 from samplestore.verbs import batches, liveness, prompts, samples, stages, weights
 from samplestore.verbs.tx import Tx
 from tests.conftest import BACKENDS
@@ -81,6 +104,9 @@ def questions(run: Run) -> dict[str, Callable[[], Any]]:
     """Everything that the dashboard and the lists of the command line ask, but for totals."""
     db, id, last = run.database, run.id, GROUPS + 5
     old = f.value(run, "SELECT min(id) FROM sample WHERE run_id = :r", r=id)
+    old_group = f.value(run, "SELECT group_id FROM sample WHERE id = :s", s=old)
+    follower = Follower(db, id)
+    follower.newest(20)
     return {
         "why": lambda: why.why(db, id, run.settings),
         "why of a masked mean": lambda: why.why(db, id, run.settings, 8, 0, "mean", "mask"),
@@ -103,14 +129,100 @@ def questions(run: Run) -> dict[str, Callable[[], Any]]:
         "a sample by place": lambda: inspect.sample_at(db, 77, 1, run_id=id),
         "groups by id": lambda: inspect.groups_by_id(db, [1, 2]),
         "requests of a sample": lambda: inspect.requests(db, old, 0, 100),
+        "calls of an episode": lambda: db.read(lambda c: episodes.record(c, old, 0)),
+        "stages of a sample": lambda: db.read(lambda c: stage_queries.of_sample(c, old, old_group, 0)),
+        "can a sample be generated again": lambda: determinism.of_sample(db, id, old),
+        "data sets for evaluation": lambda: evaluation.datasets(db, id),
+        "newest events": lambda: Follower(db, id).newest(20),
+        "newest events of a kind": lambda: Follower(db, id, ["publish"]).newest(20),
+        "newest events of a kind that never was": lambda: Follower(db, id, ["rewind"]).newest(20),
+        "events since": lambda: follower.more(),
+        **pages(run, old, old_group),
     }
+
+
+def pages(run: Run, old: int, old_group: int) -> dict[str, Callable[[], Any]]:
+    """What the dashboard's pages ask beside what the command line asks too."""
+    db, id, last = run.database, run.id, GROUPS + 5
+    newest = f.value(run, "SELECT max(id) FROM batch WHERE run_id = :r", r=id)
+    first = f.value(run, "SELECT min(id) FROM batch WHERE run_id = :r", r=id)
+    t = trajectory.read(db, id, 100, 1)
+    assert t is not None
+    return {
+        "a group": lambda: group_page.read(db, id, last),
+        "an old group": lambda: group_page.read(db, id, 100),
+        "evidence of an old sample": lambda: sample_page.evidence(db, old, old_group, 0),
+        "the least likely token": lambda: sample_page.least_likely(db, id, 100, 1, None),
+        "all ids of a sample": lambda: sample_page.response_ids(db, id, 100, 1, None),
+        "an array of a sample": lambda: sample_page.array_window(db, id, t, "entropy", lambda: run.array_files()),
+        "staleness of versions": lambda: sample_page.staleness_of(db, id, [1, 500, 1999]),
+        "staleness of ready groups": lambda: db.read(lambda c: status.staleness_histogram(c, id, GroupState.READY)),
+        "interruptions over time": lambda: abort_list.over_time(db, id, 3600.0),
+        "latest interruptions": lambda: abort_list.latest(db, id),
+        "latest interruptions of a kind": lambda: abort_list.latest(db, id, kind="release"),
+        "latest interruptions of a kind that never was": lambda: abort_list.latest(db, id, kind="reap"),
+        "old interruptions": lambda: abort_list.latest(db, id, before=(1000.0, 10**6)),
+        "resumed after": lambda: abort_list.resumed_after(db, id, 3600.0),
+        "batches": lambda: batch_list.page(db, id, limit=41),
+        "old batches": lambda: batch_list.page(db, id, below=first + 100, limit=41),
+        "groups of a batch": lambda: batch_list.groups(db, id, newest),
+        "timelines": lambda: batch_list.timelines(db, id),
+        "workers": lambda: fleet.workers(db, id),
+        "workers that ended long ago": lambda: fleet.workers(db, id, ended_below=100),
+        "engines of a run": lambda: fleet.engines(db, id),
+        "sizes": lambda: data_page.sizes(db, id),
+        "groups of two states": lambda: group_list.page(db, id, GroupFilter(states=("ready", "open"))),
+        "old groups of a state": lambda: group_list.page(db, id, GroupFilter(states=("consumed",)), after="1000"),
+    }
+
+
+# What looks through a stretch of group numbers: (question, groups of the stretch, rows that each of them may cost on
+# PostgreSQL; the page and its count both read them, and a bitmap counts as a scan of its own).
+Stretch = tuple[Callable[[], Any], int, int]
+INSTRUCTIONS = 20  # of SQLite for such a row
+
+
+def stretches(run: Run) -> dict[str, Stretch]:
+    db, id = run.database, run.id
+
+    def asked(where: GroupFilter, groups: int, rows: int, **more: Any) -> Stretch:
+        return lambda: group_list.page(db, id, where, **more), groups, rows
+
+    widest = f"0.5~{GROUPS - 1000}"
+    return {
+        "groups whose rewards are equal": asked(GroupFilter(zero_std=True), LOOK, 5),
+        "groups by reward": asked(GroupFilter(reward_min=0.9), LOOK, 5),
+        "groups by staleness": asked(GroupFilter(staleness_min=5000), LOOK, 7),
+        "groups of an age": asked(GroupFilter(since=1e12), LOOK, 5),
+        "groups of a data set": asked(GroupFilter(dataset="nowhere"), LOOK, 5),
+        "groups with a version": asked(GroupFilter(version=1), LOOK, 5 + 2 * PER_GROUP),
+        "groups of a worker": asked(GroupFilter(worker=10**6), LOOK, 5 + 2 * PER_GROUP),
+        "groups with a text": asked(GroupFilter(text="no such text"), LOOK_TEXT, 5),
+        "old groups with a text": asked(GroupFilter(text="no such text"), LOOK_TEXT, 5, after="9000"),
+        "widest spread": asked(GroupFilter(), LOOK_SPREAD, 5, order="spread"),
+        "widest spread, further on": asked(GroupFilter(), LOOK_SPREAD, 5, order="spread", after=widest),
+    }
+
+
+def test_a_filter_looks_through_a_stretch_and_no_further(backend: str, run: Run) -> None:
+    wrong = []
+    for name, (question, groups, rows) in stretches(run).items():
+        told = read(backend, run, name, question)
+        wrong += [f"{name}: {line}" for line in told.whole_tables()]
+        each = rows * (INSTRUCTIONS if backend == "sqlite" else 1)
+        bound = groups * each + BOUND[backend]
+        assert 2 * bound < GROUPS * each, "the bound can be broken"
+        if told.work > bound:
+            wrong.append(f"{name} reads {told.work} > {bound}\n" + "\n".join(f"{s[:300]}\n{p}" for s, p in told.plans))
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_question_reads_the_history(backend: str, run: Run) -> None:
     wrong = []
     for name, question in questions(run).items():
         told = read(backend, run, name, question)
-        wrong += [f"{name}: {line}" for line in told.whole_tables()]
+        # Batches of all runs, from the newest on: there are thousands of them where there are millions of samples.
+        wrong += [f"{name}: {line}" for line in told.whole_tables() if not line.startswith("SCAN batch\n")]
         if told.work > BOUND[backend]:
             wrong.append(f"{name} reads {told.work}\n" + "\n".join(f"{s[:300]}\n{p}" for s, p in told.plans))
     assert not wrong, "\n".join(wrong)

@@ -10,6 +10,7 @@ CREATE INDEX ix_sample_group_state ON public.sample_group USING btree (run_id, s
 CREATE INDEX ix_sample_group_window ON public.sample_group USING btree (run_id, number) WHERE (state = ANY (ARRAY['open'::text, 'scoring'::text, 'ready'::text]))
 CREATE INDEX ix_sample_owned ON public.sample USING btree (owner) WHERE (owner IS NOT NULL)
 CREATE INDEX ix_sample_parent ON public.sample USING btree (parent_id) WHERE (parent_id IS NOT NULL)
+CREATE INDEX ix_sample_resumed ON public.sample USING btree (run_id) WHERE (n_resumes > 0)
 CREATE INDEX ix_sample_run_status ON public.sample USING btree (run_id, status)
 CREATE INDEX ix_segment_array_sidecar ON public.segment_array USING btree (sidecar) WHERE (sidecar IS NOT NULL)
 CREATE INDEX ix_segment_array_size ON public.segment_array USING btree (name, n_bytes, sample_id)
@@ -24,10 +25,12 @@ CREATE UNIQUE INDEX pk_engine ON public.engine USING btree (id)
 CREATE UNIQUE INDEX pk_episode_step ON public.episode_step USING btree (sample_id, incarnation, number)
 CREATE UNIQUE INDEX pk_evaluation ON public.evaluation USING btree (id)
 CREATE UNIQUE INDEX pk_event ON public.event USING btree (id)
+CREATE UNIQUE INDEX pk_event_total ON public.event_total USING btree (run_id, worker_id, kind, reason)
 CREATE UNIQUE INDEX pk_ledger_total ON public.ledger_total USING btree (run_id, worker_id, fate, reason, version)
 CREATE UNIQUE INDEX pk_prompt ON public.prompt USING btree (id)
 CREATE UNIQUE INDEX pk_prompt_image ON public.prompt_image USING btree (run_id, digest)
 CREATE UNIQUE INDEX pk_request ON public.request USING btree (id)
+CREATE UNIQUE INDEX pk_request_total ON public.request_total USING btree (run_id, worker_id, reason)
 CREATE UNIQUE INDEX pk_run ON public.run USING btree (id)
 CREATE UNIQUE INDEX pk_sample ON public.sample USING btree (id)
 CREATE UNIQUE INDEX pk_sample_group ON public.sample_group USING btree (id)
@@ -226,6 +229,15 @@ event.step bigint
 event.tokens bigint
 event.version bigint
 event.worker_id bigint
+event_total WITH {fillfactor=80}
+event_total fk_event_total_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)
+event_total pk_event_total PRIMARY KEY (run_id, worker_id, kind, reason)
+event_total.kind text NOT NULL
+event_total.n bigint NOT NULL
+event_total.reason text NOT NULL
+event_total.run_id bigint NOT NULL
+event_total.tokens bigint NOT NULL
+event_total.worker_id bigint NOT NULL
 ledger_total WITH {fillfactor=80}
 ledger_total ck_ledger_total_fate CHECK ((fate = ANY (ARRAY['in_flight'::text, 'resumable'::text, 'awaiting_stage'::text, 'ready'::text, 'leased'::text, 'consumed'::text, 'dropped'::text, 'stale'::text, 'failed'::text, 'superseded'::text])))
 ledger_total fk_ledger_total_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)
@@ -292,6 +304,22 @@ request.started_at double precision NOT NULL
 request.stored_tokens bigint NOT NULL
 request.temperature double precision
 request.worker_id bigint NOT NULL
+request_total WITH {fillfactor=80}
+request_total fk_request_total_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)
+request_total pk_request_total PRIMARY KEY (run_id, worker_id, reason)
+request_total.at double precision NOT NULL
+request_total.cached bigint NOT NULL
+request_total.ended bigint NOT NULL
+request_total.generated bigint NOT NULL
+request_total.lost bigint NOT NULL
+request_total.prompt bigint NOT NULL
+request_total.reason text NOT NULL
+request_total.resumed bigint NOT NULL
+request_total.resumes bigint NOT NULL
+request_total.run_id bigint NOT NULL
+request_total.stored bigint NOT NULL
+request_total.unknown bigint NOT NULL
+request_total.worker_id bigint NOT NULL
 run ck_run_state CHECK ((state = ANY (ARRAY['running'::text, 'paused'::text, 'draining'::text])))
 run pk_run PRIMARY KEY (id)
 run uq_run_name UNIQUE (name)

@@ -10,6 +10,7 @@ CREATE INDEX ix_sample_group_state ON sample_group (run_id, state, number)
 CREATE INDEX ix_sample_group_window ON sample_group (run_id, number) WHERE state IN ('open', 'scoring', 'ready')
 CREATE INDEX ix_sample_owned ON sample (owner) WHERE owner IS NOT NULL
 CREATE INDEX ix_sample_parent ON sample (parent_id) WHERE parent_id IS NOT NULL
+CREATE INDEX ix_sample_resumed ON sample (run_id) WHERE n_resumes > 0
 CREATE INDEX ix_sample_run_status ON sample (run_id, status)
 CREATE INDEX ix_segment_array_sidecar ON segment_array (sidecar) WHERE sidecar IS NOT NULL
 CREATE INDEX ix_segment_array_size ON segment_array (name, n_bytes, sample_id)
@@ -132,6 +133,14 @@ event: step INTEGER
 event: tokens INTEGER
 event: version INTEGER
 event: worker_id INTEGER
+event_total: CONSTRAINT fk_event_total_run_id_run FOREIGN KEY(run_id) REFERENCES run (id)
+event_total: CONSTRAINT pk_event_total PRIMARY KEY (run_id, worker_id, kind, reason)
+event_total: kind TEXT NOT NULL
+event_total: n INTEGER NOT NULL
+event_total: reason TEXT NOT NULL
+event_total: run_id INTEGER NOT NULL
+event_total: tokens INTEGER NOT NULL
+event_total: worker_id INTEGER NOT NULL
 ledger_total: CONSTRAINT ck_ledger_total_fate CHECK (fate IN ('in_flight', 'resumable', 'awaiting_stage', 'ready', 'leased', 'consumed', 'dropped', 'stale', 'failed', 'superseded'))
 ledger_total: CONSTRAINT fk_ledger_total_run_id_run FOREIGN KEY(run_id) REFERENCES run (id)
 ledger_total: CONSTRAINT pk_ledger_total PRIMARY KEY (run_id, worker_id, fate, reason, version)
@@ -194,6 +203,21 @@ request: started_at DOUBLE NOT NULL
 request: stored_tokens INTEGER NOT NULL
 request: temperature DOUBLE
 request: worker_id INTEGER NOT NULL
+request_total: CONSTRAINT fk_request_total_run_id_run FOREIGN KEY(run_id) REFERENCES run (id)
+request_total: CONSTRAINT pk_request_total PRIMARY KEY (run_id, worker_id, reason)
+request_total: at DOUBLE NOT NULL
+request_total: cached INTEGER NOT NULL
+request_total: ended INTEGER NOT NULL
+request_total: generated INTEGER NOT NULL
+request_total: lost INTEGER NOT NULL
+request_total: prompt INTEGER NOT NULL
+request_total: reason TEXT NOT NULL
+request_total: resumed INTEGER NOT NULL
+request_total: resumes INTEGER NOT NULL
+request_total: run_id INTEGER NOT NULL
+request_total: stored INTEGER NOT NULL
+request_total: unknown INTEGER NOT NULL
+request_total: worker_id INTEGER NOT NULL
 run: CONSTRAINT ck_run_state CHECK (state IN ('running', 'paused', 'draining'))
 run: CONSTRAINT uq_run_name UNIQUE (name)
 run: CONSTRAINT uq_run_uuid UNIQUE (uuid)

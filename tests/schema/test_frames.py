@@ -108,6 +108,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("runs", {"step": 1}, "left out"),
     ("workers", {"sample_ids": [1]}, "left out"),
     ("samples", {"sample_ids": ["1"]}, "whole number"),
+    ("samples", {"sample_ids": 1}, "a list of whole numbers"),
     ("samples", {"versions": [1]}, "left out"),
 ]
 

@@ -433,7 +433,7 @@ def test_a_migration_that_orphans_rows_is_taken_back(tmp_path: Path, monkeypatch
         connection.exec_driver_sql("CREATE TABLE child (id INTEGER PRIMARY KEY, of INTEGER REFERENCES parent (id))")
         connection.exec_driver_sql("INSERT INTO parent VALUES (1), (3)")
         connection.exec_driver_sql("INSERT INTO child VALUES (2, 3)")
-    with pytest.raises(SampleStoreError, match="1 rows would lose their parent"):
+    with pytest.raises(SampleStoreError, match="1 row would lose a parent"):
         migrations.upgrade(database)
     assert f.value(Store(database), "SELECT count(*) FROM parent") == 2
     assert migrations.current(database) is None

@@ -1,0 +1,123 @@
+"""Kept totals of a run's requests and events, and the same counted from the rows.
+
+A million samples have a million requests and more: to sum them takes a fifth of a second, which a page that is looked
+at all day would take from every refresh. So the transaction that ends a request or writes an event adds it here, to a
+row of its worker's, and whoever reads sums over workers, as with the token ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from samplestore.clock import db_now
+from samplestore.models import Event, EventTotal, Request, RequestTotal
+from samplestore.statements.prepared import Prepared
+
+request, event = Request.__table__, Event.__table__
+of_requests, of_events = RequestTotal.__table__, EventTotal.__table__
+
+# Kinds of events whose reasons are few. A failure's is a message, and no two are alike.
+REASONED = ("abort", "release", "reap")
+MAX_REASON = 200  # characters of a reason that tell it from others
+
+
+class Amounts(NamedTuple):
+    """What requests come to. `ended`: of which it is known how much an engine generated; `unknown`: those that ended
+    without."""
+
+    ended: int = 0
+    unknown: int = 0
+    generated: int = 0
+    stored: int = 0
+    prompt: int = 0
+    cached: int = 0
+    lost: int = 0
+    resumes: int = 0
+    resumed: int = 0
+
+    def plus(self, other: Amounts, times: int = 1) -> Amounts:
+        return Amounts(*(mine + times * yours for mine, yours in zip(self, other, strict=True)))
+
+
+def counted_requests(*where: sa.ColumnElement[bool]) -> sa.Select[Any]:
+    """Amounts of these requests by the reason for which tokens were lost ("": none was, or nobody said why)."""
+    r = request.c
+    known = r.generated_tokens.is_not(None)
+    lost = known & (r.lost_tokens != 0)
+    reason = sa.case((lost, sa.func.coalesce(r.lost_reason, "")), else_="").label("reason")
+
+    def number(column: Any, *only: Any) -> Any:
+        return sa.func.coalesce(sa.func.sum(column).filter(*only), 0)
+
+    amounts: dict[str, Any] = {
+        "ended": sa.func.count().filter(known),
+        "unknown": sa.func.count().filter(~known, r.finished_at.is_not(None)),
+        "generated": number(r.generated_tokens, known),
+        "stored": number(r.stored_tokens, known),
+        "prompt": number(r.prompt_tokens, known),
+        "cached": number(r.cached_tokens, known),
+        "lost": number(r.lost_tokens, known),
+        "resumes": sa.func.count().filter(r.resumed_tokens > 0),
+        "resumed": sa.func.coalesce(sa.func.sum(r.resumed_tokens), 0),
+    }
+    columns = [amounts[name].label(name) for name in Amounts._fields]
+    return sa.select(reason, *columns).where(*where).group_by(reason)
+
+
+def counted_events(*where: sa.ColumnElement[bool]) -> sa.Select[Any]:
+    """How many events there are of a kind and reason, and of how many tokens they tell."""
+    e = event.c
+    text = sa.func.substr(sa.func.coalesce(e.reason, ""), 1, MAX_REASON)
+    reason = sa.case((e.kind.in_(REASONED), text), else_="").label("reason")
+    tokens = sa.func.coalesce(sa.func.sum(e.tokens), 0).label("tokens")
+    return sa.select(e.kind, reason, sa.func.count().label("n"), tokens).where(*where).group_by(e.kind, reason)
+
+
+def reason_of(kind: str, reason: str | None) -> str:
+    """As `counted_events` has it."""
+    return (reason or "")[:MAX_REASON] if kind in REASONED else ""
+
+
+def by_reason(rows: Iterable[Any]) -> dict[str, Amounts]:
+    """Rows of `counted_requests` or `kept_requests` as amounts by reason, those that come to nothing left out. What
+    resumed has none: it is counted as requests begin, when nobody knows yet how they end."""
+    told: dict[str, Amounts] = {}
+    for row in rows:
+        amounts = Amounts(*(int(getattr(row, name)) for name in Amounts._fields))
+        begun = Amounts(resumes=amounts.resumes, resumed=amounts.resumed)
+        told[""] = told.get("", Amounts()).plus(begun)
+        told[row.reason] = told.get(row.reason, Amounts()).plus(amounts).plus(begun, -1)
+    return {reason: amounts for reason, amounts in told.items() if any(amounts)}
+
+
+def kept_requests(run_id: int) -> sa.Select[Any]:
+    t = of_requests.c
+    sums = [sa.func.sum(t[name]).label(name) for name in Amounts._fields]
+    return sa.select(t.reason, *sums, sa.func.max(t.at).label("at")).where(t.run_id == run_id).group_by(t.reason)
+
+
+def kept_events(run_id: int, *where: sa.ColumnElement[bool]) -> sa.Select[Any]:
+    t = of_events.c
+    sums = (sa.func.sum(t.n).label("n"), sa.func.sum(t.tokens).label("tokens"))
+    return sa.select(t.kind, t.reason, *sums).where(t.run_id == run_id, *where).group_by(t.kind, t.reason)
+
+
+def _upsert(insert: Any, table: sa.Table, amounts: tuple[str, ...], **more: Any) -> Prepared:
+    """Add to a total, or start it. One statement on both databases; the two constructs differ in name only."""
+    key = [column.name for column in table.primary_key]
+    statement = insert(table).values(**more)
+    added = statement.on_conflict_do_update(
+        index_elements=key,
+        set_={name: table.c[name] + statement.excluded[name] for name in amounts}
+        | {name: statement.excluded[name] for name in more},
+    )
+    return Prepared(added, [*key, *amounts])
+
+
+_INSERTS: dict[str, Any] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
+ADD_REQUESTS = {name: _upsert(made, of_requests, Amounts._fields, at=db_now()) for name, made in _INSERTS.items()}
+ADD_EVENTS = {name: _upsert(made, of_events, ("n", "tokens")) for name, made in _INSERTS.items()}
