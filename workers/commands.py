@@ -11,14 +11,22 @@ from typing import Annotated, Any
 
 import typer
 
-from samplestore.workers.reward_commands import (
+from samplestore.workers.command_options import (
+    ConfigFile,
+    Db,
+    LogFormat,
+    LogLevel,
     MetricsHost,
     MetricsPort,
+    ModelFolder,
+    Name,
     Reward,
     RewardArgs,
     RewardBatch,
     RewardConcurrency,
     RewardKey,
+    RewardProcesses,
+    RewardTimeout,
     RewardTries,
     Teacher,
     WorkedFor,
@@ -28,7 +36,7 @@ EXIT_SECOND_SIGNAL = 130
 
 
 def worker(
-    db: Annotated[str | None, typer.Option(help="database: a SQLite file or postgresql://...")] = None,
+    db: Db = None,
     run: WorkedFor = None,
     router: Annotated[str | None, typer.Option(help="sglang-router URL")] = None,
     engine: Annotated[list[str] | None, typer.Option(help="engine URL, without a router; may be repeated")] = None,
@@ -50,14 +58,14 @@ def worker(
     reward_tries: RewardTries = None,
     reward_concurrency: RewardConcurrency = None,
     teacher: Teacher = None,
-    reward_processes: Annotated[int | None, typer.Option(help="processes that run the reward function")] = None,
-    reward_timeout_s: Annotated[float | None, typer.Option(help="seconds after which a verifier is killed")] = None,
+    reward_processes: RewardProcesses = None,
+    reward_timeout_s: RewardTimeout = None,
     group_filter: Annotated[
         str | None, typer.Option(help="the run's group filter `custom`: module:function or file.py:function")
     ] = None,
     sample_filter: Annotated[str | None, typer.Option(help="the run's sample filter `custom`")] = None,
     filter_timeout_s: Annotated[float | None, typer.Option(help="seconds after which a filter is killed")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="model folder; needed to decode text for rewards")] = None,
+    tokenizer: ModelFolder = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="response budget; the run's if left out")] = None,
     sampling: Annotated[str | None, typer.Option(help="JSON object of SGLang sampling parameters")] = None,
     update_engines: Annotated[bool | None, typer.Option(help="bring engines to the current weights")] = None,
@@ -66,10 +74,10 @@ def worker(
     max_queued: Annotated[int | None, typer.Option(help="claim no more while each engine has more waiting")] = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = None,
-    name: Annotated[str | None, typer.Option(help="shown in the dashboard")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file; ./samplestore.toml if it is there")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug | info | warning | error")] = None,
-    log_format: Annotated[str | None, typer.Option(help="text | json")] = None,
+    name: Name = None,
+    config: ConfigFile = None,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
 ) -> None:
     """Generate: claim samples, drive engines, store segments, score.
 

@@ -26,6 +26,8 @@ MEMORY_S = 120.0  # weights travel between GPU and host
 UPDATE_S = 600.0
 MAX_CONFIG_BYTES = 2**20
 KEYS_SINCE = (0, 5, 12)  # 0.5.9 drops extra_key on its way to the scheduler
+IDS_SINCE = (0, 5, 13)  # before, the ids of a prompt with images were decoded, and the text encoded again
+EMBEDDED = "samplestore-cpu"
 COUNTER = "sglang:generation_tokens_total"
 
 
@@ -40,12 +42,14 @@ class Info:
 @dataclass(frozen=True, slots=True)
 class Server:
     """How an engine was started. context_length: tokens. stream_interval: tokens of a chunk; incremental: chunks are
-    deltas. speculative: name of the algorithm. release: version of SGLang. stop_ids: tokens that end a response, where
-    the model's folder exists on this machine too."""
+    deltas. speculative: name of the algorithm. release: version of SGLang, or of samplestore where it is
+    the embedded one. deterministic: SGLang heeds seeds only if this is set. stop_ids: tokens that end a response, and
+    image_token: the place of an image in a prompt, both where the model's folder exists on this machine too."""
 
     context_length: int | None = None
     vocab_size: int | None = None
     release: str | None = None
+    embedded: bool = False
     stream_interval: int | None = None
     incremental: bool | None = None
     page_size: int | None = None
@@ -53,7 +57,9 @@ class Server:
     speculative: str | None = None
     routed_experts: bool | None = None
     memory_saver: bool | None = None
+    deterministic: bool | None = None
     stop_ids: frozenset[int] = frozenset()
+    image_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,7 @@ async def server(client: EngineClient, url: str, timeout_s: float = 10.0) -> Ser
         context_length=_count(told.get("context_length")) or await _context(client, url, timeout_s),
         vocab_size=_count(told.get("vocab_size")),
         release=_text(told.get("version")),
+        embedded=told.get("engine") == EMBEDDED,
         stream_interval=_count(told.get("stream_interval")),
         incremental=_flag(told.get("incremental_streaming_output")),
         page_size=_count(told.get("page_size")),
@@ -93,12 +100,13 @@ async def server(client: EngineClient, url: str, timeout_s: float = 10.0) -> Ser
         speculative=_text(told.get("speculative_algorithm")),
         routed_experts=_flag(told.get("enable_return_routed_experts")),
         memory_saver=_flag(told.get("enable_memory_saver")),
+        deterministic=_flag(told.get("enable_deterministic_inference")),
     )
     path = _text(told.get("model_path"), 4096)
     if path is None:
         return found
-    vocab, stop_ids = await asyncio.to_thread(lambda: (_vocab_of(path), stop_ids_of(path)))
-    return replace(found, vocab_size=found.vocab_size or vocab, stop_ids=stop_ids)
+    vocab, stop_ids, image = await asyncio.to_thread(lambda: (_vocab_of(path), stop_ids_of(path), _image_of(path)))
+    return replace(found, vocab_size=found.vocab_size or vocab, stop_ids=stop_ids, image_token=image)
 
 
 async def health(client: EngineClient, url: str, timeout_s: float = 5.0) -> None:
@@ -220,8 +228,19 @@ async def change_weights(
 
 def separates_caches(release: str | None) -> bool:
     """Whether a release heeds extra_key: requests of different keys then share no prefix cache."""
-    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", release or "")
-    return numbers is not None and tuple(map(int, numbers.groups())) >= KEYS_SINCE
+    numbers = _numbers(release)
+    return numbers is not None and numbers >= KEYS_SINCE
+
+
+def rewrites_beside_images(server: Server) -> bool:
+    """Whether it is an SGLang that encodes the ids of a prompt with images anew."""
+    numbers = _numbers(server.release)
+    return not server.embedded and numbers is not None and numbers < IDS_SINCE
+
+
+def _numbers(release: str | None) -> tuple[int, ...] | None:
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", release or "")
+    return None if found is None else tuple(map(int, found.groups()))
 
 
 async def abort(client: EngineClient, url: str, rid: str, timeout_s: float = 5.0) -> None:
@@ -324,6 +343,15 @@ def _vocab_of(model_path: str) -> int | None:
     return next(
         (size for part in _parts_of(model_path, "config.json") if (size := _count(part.get("vocab_size")))), None
     )
+
+
+def _image_of(model_path: str) -> int | None:
+    """The token that stands for an image in the prompts of a model folder, under the names of its families."""
+    for part in _parts_of(model_path, "config.json"):
+        for name in ("image_token_id", "image_token_index"):
+            if (found := _count(part.get(name))) is not None:
+                return found
+    return None
 
 
 def stop_ids_of(model_path: str) -> frozenset[int]:

@@ -13,6 +13,7 @@ from samplestore.cli import exits
 from samplestore.cli.common import AsJson, Db, RunName, TheRun, existing, opened
 from samplestore.cli.output import emit_json, note, printable, say, table, when
 from samplestore.states import WeightUpdateMode
+from samplestore.words import amount, which
 from samplestore.workers import control
 from samplestore.workers.checkpoints import require_complete
 from samplestore.workers.engine_calls import HEALTH_S, Call, Told, at_once, look, looks_alive, named
@@ -349,7 +350,7 @@ def _finish(told: list[Told]) -> None:
     failed = [one for one in told if one.failed]
     if failed:
         note(
-            f"error: {len(failed)} of {len(told)} engines did not do it; {failed[0].url}: {failed[0].said}. "
+            f"error: {len(failed)} of {amount(len(told), 'engine')} did not do it; {failed[0].url}: {failed[0].said}. "
             "Look with: samplestore engines list --live"
         )
         raise typer.Exit(exits.ENGINE)
@@ -381,7 +382,8 @@ def _show_live(known: list[dict[str, Any]], urls: list[str], router: str | None,
     away = [row for row in rows if row["health"] != "ok"]
     if away:
         note(
-            f"error: {len(away)} of {len(rows)} engines are not well; {away[0]['url']}: {away[0]['error']}. "
+            f"error: {len(away)} of {amount(len(rows), 'engine')} {which(len(away), 'is', 'are')} not well; "
+            f"{away[0]['url']}: {away[0]['error']}. "
             "Paused ones go on with: samplestore engines continue"
         )
         raise typer.Exit(exits.ENGINE)

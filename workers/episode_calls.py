@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from samplestore.errors import EpisodeDiverged, EpisodeLimit, EpisodeTruncated, InvalidSetting, StepFailed
 from samplestore.queries.episodes import DONE, RecordedCall
 from samplestore.verbs import episodes as verbs
+from samplestore.words import amount
 
 if TYPE_CHECKING:
     from samplestore.workers.episode_runs import Turns
@@ -89,7 +90,7 @@ class Call:
         self.name, self.asked = name, asked
         if not calls.replaying:
             if calls.at != claim.n_tokens:  # begun by a worker without --episode, or by another function
-                recorded, now = f"{claim.n_tokens} response tokens", f"{self.kind} after {calls.at}"
+                recorded, now = f"{amount(claim.n_tokens, 'response token')}", f"{self.kind} after {calls.at}"
                 raise EpisodeDiverged(claim.sample_id, self.number, recorded, now)
             return None
         row = calls.recorded[self.number]

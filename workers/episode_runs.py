@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
+from samplestore.codec import MAX_REWARD
 from samplestore.errors import EpisodeDiverged, EpisodeLimit, EpisodeTruncated, LeaseLost, SampleStoreError
 from samplestore.queries import episodes as queries
 from samplestore.run import Run
@@ -18,6 +19,7 @@ from samplestore.states import CLAIMABLE, SampleStatus
 from samplestore.types import Claim, Ids, StageClaim
 from samplestore.verbs import episodes as verbs
 from samplestore.verbs import fanout, samples
+from samplestore.words import amount
 from samplestore.workers.episodes import Context, EpisodeOptions
 from samplestore.workers.reward_process import SpecFailure, describe, load
 from samplestore.workers.rewards import BUILTINS
@@ -200,7 +202,7 @@ class EpisodeTrajectory(Turns):
         host, claim = self.host, self.claim
         record = self.record = await host.read(lambda c: queries.record(c, claim.sample_id, claim.incarnation))
         if record.n_aborts > self.options.max_aborts:
-            what = f"its episode was aborted {record.n_aborts} times"
+            what = f"its episode was aborted {amount(record.n_aborts, 'time')}"
             raise EpisodeLimit(claim.sample_id, what, self.options.max_aborts, "episode-max-aborts")
         self._check_vocabulary()
         if not claim.n_tokens and self.room() <= 0:
@@ -302,7 +304,7 @@ def _ending(turns: Turns, context: Context, reward: float | None) -> fanout.End:
 
 def number(claim: Claim, value: Any) -> float:
     """The reward that an episode gives. Raises EpisodeFailed."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isinf(value):
-        what = f"its reward is {value!r:.100}; an episode gives a finite number, NaN where none can be told, or None"
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > MAX_REWARD:
+        what = f"its reward is {value!r:.100}; an episode gives a number from -1e25 to 1e25, NaN or None"
         raise EpisodeFailed(claim.sample_id, what)
     return float(value)

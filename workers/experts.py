@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from samplestore.words import amount
 from samplestore.workers.replies import EngineError
 
 # Names by model family: experts that a router chooses from, chosen ones, layers that have no router.
@@ -63,7 +64,8 @@ def decode(data: str, shape: ExpertShape, rows: int) -> npt.NDArray[np.int32]:
     if len(raw) % width or len(raw) < rows * width:
         raise EngineError(
             "broken",
-            f"routed_experts has {len(raw):,} bytes, expected {rows} rows or more of {shape.layers} layers x "
+            f"routed_experts has {amount(len(raw), 'byte')}, expected {amount(rows, 'row')} or more of "
+            f"{amount(shape.layers, 'layer')} x "
             f"top {shape.top_k} in int32",
         )
     table = np.frombuffer(raw, dtype="<i4").reshape(-1, shape.layers, shape.top_k)

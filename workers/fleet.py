@@ -42,6 +42,7 @@ class Needs:
     sampling: frozenset[str]
     fields: frozenset[str]  # of the request's top level
     routed_experts: bool
+    seeded: bool = False
 
 
 class Fleet:
@@ -63,6 +64,9 @@ class Fleet:
         self.context_length: int | None = None  # the shortest of the fleet: a longer request would be refused
         self.vocab_size: int | None = None  # the smallest of the fleet
         self.stop_ids: frozenset[int] = frozenset()  # end tokens of its model
+        self.image_token: int | None = None  # the place of an image in a prompt of its model
+        self.deterministic: set[str] = set()  # draw by seeds
+        self.rewriting: set[str] = set()  # make tokens of their own of prompts with images
         self.looked = False  # whether the engines have been asked once
         self.unfit: set[str] = set()  # the database says that they failed
         self.updates = Updates(client, write, worker_id, self.mode, self.router, update_timeout_s)
@@ -280,6 +284,9 @@ class Fleet:
         """What cannot work, or would cost too much, is an error now and not a gap in the data later."""
         needs = self.needs
         self.stop_ids |= server.stop_ids
+        self.image_token = server.image_token if self.image_token is None else self.image_token
+        _keep(self.deterministic, url, bool(server.deterministic))
+        _keep(self.rewriting, url, control.rewrites_beside_images(server))
         for name in ("context_length", "vocab_size"):
             if (told := getattr(server, name)) is not None:
                 setattr(self, name, min(told, getattr(self, name) or told))
@@ -295,6 +302,12 @@ class Fleet:
         if needs.routed_experts and server.routed_experts is False:
             raise EngineError(
                 "setup", f"{url} returns no routed experts. Start it with: --enable-return-routed-experts"
+            )
+        if needs.seeded and server.deterministic is False:
+            raise EngineError(
+                "setup",
+                f"{url} ignores sampling_seed. Start it with: --enable-deterministic-inference; or make a run without "
+                "seeds",
             )
 
     async def _record(self, url: str, label: str | None) -> Any:
@@ -368,3 +381,11 @@ class Fleet:
             probe.cancel()
         await asyncio.gather(*self._probes.values(), return_exceptions=True)
         await self.updates.close(timeout_s)
+
+
+def _keep(among: set[str], url: str, belongs: bool) -> None:
+    """It may have been started again, otherwise."""
+    if belongs:
+        among.add(url)
+    else:
+        among.discard(url)

@@ -81,7 +81,7 @@ class Request:
         closing: Callable[[int, str, int], Call | None],
         versions: Callable[[str | None], Awaitable[int | None]], labels_before: set[str | None],
         why_aborted: Callable[[str | None], str], cache_label: Callable[[], str | None] | None = None,
-        image_data: Sequence[str] = (),
+        image_data: Sequence[str] = (), prompt_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self.engine: str | None = None  # who answers, as far as it is known
         self.error: EngineError | None = None  # what ended it early
@@ -92,6 +92,7 @@ class Request:
         self.versions, self.why_aborted, self.cache_label = versions, why_aborted, cache_label
         self.direct = False  # no router between
         self.image_data = image_data  # the prompt's images, as data URLs
+        self.prompt_tokens = prompt_tokens  # what the engine must make of prompt and images, where it is known
         self.shares: str | None = None  # the label whose cache it shares
         self.rid = secrets.token_hex(16)  # fixed length: some engines abort by prefix
         self.reader, self.pending = ReplyReader(), Pending()
@@ -243,6 +244,7 @@ class Request:
             self._take(reader.feed(chunk))
             if reader.chunks == 1:
                 self._require_own_cache()
+                self._require_own_prompt()
             if reader.cumulative and (cost := reader.too_costly()) is not None:
                 raise EngineError("setup", cost)
         return bool(chunks)
@@ -270,6 +272,19 @@ class Request:
         spans = spans_of(told.spans, told.completion_tokens)
         if (spans[0][2] if spans else told.label) != self.shares:
             raise EngineError("stale", f"it was continued from a cache of {self.shares}, under other weights")
+
+    def _require_own_prompt(self) -> None:
+        """The engine continues the tokens that it was sent, not others of the same text. Raises
+        EngineError("refused")."""
+        told, sent = self.reader.totals.prompt_tokens, self.prompt_tokens
+        if told is None or sent is None or told == sent:
+            return
+        self.pending = Pending()  # none of it is kept
+        raise EngineError(
+            "refused",
+            f"the engine made {told} tokens of a prompt with images that had {sent}: it encoded the text anew. For "
+            "such a model, make the run with resume=False",
+        )
 
     def _due_in(self) -> float | None:
         """Seconds until the next flush must be; None: nothing can be flushed. A change of versions ends a segment."""

@@ -115,7 +115,10 @@ class WorkerMetrics:
         await asyncio.wait([self._reading], timeout=READ_S)
         if not self._reading.done():
             self.numbers = {}  # old numbers would look like those of now
-        encoder, content_type = choose_encoder(accept)
+        try:
+            encoder, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # a version that is no number
+            encoder, content_type = choose_encoder("")
         return encoder(self.registry), content_type
 
     async def _read(self) -> None:

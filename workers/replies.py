@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from samplestore.errors import SampleStoreError
+from samplestore.words import amount
 
 MAX_EVENT_BYTES = 256 * 1024 * 1024  # routed experts of a long sample are tens of megabytes
 MAX_NEW_TOKENS_A_CHUNK = 1_000_000
@@ -126,7 +127,8 @@ class ReplyReader:
         if not self.cumulative or total <= MAX_CUMULATIVE_TOKENS or total >= MIN_CUMULATIVE_CHUNK * self.chunks:
             return None
         return (
-            f"a cumulative stream of {total} tokens in {self.chunks} chunks: its bytes grow with the square of its "
+            f"a cumulative stream of {amount(total, 'token')} in {self.chunks} chunks: its bytes grow with the "
+            "square of its "
             "length. Start the engine with --incremental-streaming-output, or with --stream-interval "
             f"{MIN_CUMULATIVE_CHUNK}, or the worker with --mode sliced"
         )
@@ -214,7 +216,9 @@ class ReplyReader:
             raise EngineError("broken", f"{len(ids)} new tokens, but {len(entries)} output_token_logprobs")
         counted = meta.get("output_token_logprobs_length", total)
         if counted != total:
-            raise EngineError("broken", f"{total} tokens by completion_tokens, but {str(counted)[:40]} log-probs")
+            raise EngineError(
+                "broken", (f"{amount(total, 'token')} by completion_tokens, but {str(counted)[:40]} log-probs")
+            )
         values = _pairs(entries if len(entries) == len(ids) else entries[-len(ids) :], ids)
         if not self._numbers:  # one number settles it: what follows costs nothing
             self._numbers = any(isinstance(v, int | float) and v == v for v in values)

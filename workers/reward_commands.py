@@ -3,59 +3,53 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from samplestore.cli.common import complete_run
-
-REWARD_HELP = (
-    "[STAGE=]SPEC, may be repeated; SPEC is module:function, file.py:function, math, reasoning_gym or a reward model's "
-    "http://... STAGE is reward if left out"
+from samplestore.workers.command_options import (
+    ConfigFile,
+    Db,
+    LogFormat,
+    LogLevel,
+    MetricsHost,
+    MetricsPort,
+    ModelFolder,
+    Name,
+    Reward,
+    RewardArgs,
+    RewardBatch,
+    RewardConcurrency,
+    RewardKey,
+    RewardProcesses,
+    RewardTimeout,
+    RewardTries,
+    Teacher,
+    WorkedFor,
 )
-Reward = Annotated[list[str] | None, typer.Option(help=REWARD_HELP)]
-RewardKey = Annotated[str | None, typer.Option(help="of a returned object: which key is the reward")]
-RewardArgs = Annotated[str | None, typer.Option(help="JSON object: args of slime's f(args, sample)")]
-RewardBatch = Annotated[int | None, typer.Option(help="samples in one request to a reward model")]
-RewardTries = Annotated[int | None, typer.Option(help="requests to a reward model before a sample has failed once")]
-RewardConcurrency = Annotated[int | None, typer.Option(help="requests at once to a reward model or teacher")]
-Teacher = Annotated[
-    list[str] | None, typer.Option(help="engine URL of a teacher: fills the stage teacher; may be repeated")
-]
-
-WorkedFor = Annotated[
-    str | None, typer.Option(help="run to work for; the only or newest one if left out", autocompletion=complete_run)
-]
-MetricsPort = Annotated[
-    int | None, typer.Option(help="serve http://HOST:PORT/metrics for Prometheus; 0 picks a free port")
-]
-MetricsHost = Annotated[
-    str | None, typer.Option(help="where the metrics listen; without a login. 127.0.0.1 if left out")
-]
 
 
 def reward(
-    db: Annotated[str | None, typer.Option(help="database: a SQLite file or postgresql://...")] = None,
+    db: Db = None,
     run: WorkedFor = None,
     reward: Reward = None,
     reward_key: RewardKey = None,
     reward_args: RewardArgs = None,
-    reward_processes: Annotated[int | None, typer.Option(help="processes that run a reward function")] = None,
-    reward_timeout_s: Annotated[float | None, typer.Option(help="seconds after which a verifier is killed")] = None,
+    reward_processes: RewardProcesses = None,
+    reward_timeout_s: RewardTimeout = None,
     reward_batch: RewardBatch = None,
     reward_tries: RewardTries = None,
     reward_concurrency: RewardConcurrency = None,
     teacher: Teacher = None,
-    tokenizer: Annotated[str | None, typer.Option(help="model folder; needed to decode text for rewards")] = None,
+    tokenizer: ModelFolder = None,
     drain_timeout_s: Annotated[float | None, typer.Option(help="seconds that a stop waits for what is begun")] = None,
     exit_when_done: Annotated[bool | None, typer.Option(help="leave when no group waits for a stage any more")] = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = None,
-    name: Annotated[str | None, typer.Option(help="shown in the dashboard")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file; ./samplestore.toml if it is there")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug | info | warning | error")] = None,
-    log_format: Annotated[str | None, typer.Option(help="text | json")] = None,
+    name: Name = None,
+    config: ConfigFile = None,
+    log_level: LogLevel = None,
+    log_format: LogFormat = None,
 ) -> None:
     """Score finished samples and groups, without an engine: for judges that take long, and for machines of their own.
 

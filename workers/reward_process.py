@@ -31,6 +31,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from samplestore.codec import MAX_REWARD
+from samplestore.words import amount
 from samplestore.workers.rewards import BUILTINS, MAX_REQUEST_BYTES, RewardSample
 from samplestore.workers.slime_types import SlimeArgs, SlimeSample, takes_args
 
@@ -157,8 +159,8 @@ def to_reward(value: Any, key: str | None = None) -> tuple[float | None, dict[st
         reward = float(value)
     except (OverflowError, ValueError) as error:
         raise BadReturn(f"the reward function returned {shown}, which is not a finite float") from error
-    if not math.isfinite(reward):
-        raise BadReturn(f"the reward function returned {shown}; a reward must be finite")
+    if not abs(reward) <= MAX_REWARD:
+        raise BadReturn(f"the reward function returned {shown}; a reward is a number from -1e25 to 1e25")
     return reward, details
 
 
@@ -168,9 +170,10 @@ def to_rewards(value: Any, n: int, key: str | None = None) -> tuple[list[float |
     if callable(getattr(value, "tolist", None)):
         value = value.tolist()  # a tensor or array
     if not isinstance(value, list | tuple) or len(value) != n:
-        got = f"{len(value)} values" if isinstance(value, list | tuple) else type(value).__name__
+        got = f"{amount(len(value), 'value')}" if isinstance(value, list | tuple) else type(value).__name__
         raise BadReturn(
-            f"the reward function returned {got} for a group of {n} samples; it must be a list of {n} rewards"
+            f"the reward function returned {got} for a group of {amount(n, 'sample')}; it must be a list of "
+            f"{amount(n, 'reward')}"
         )
     made = [(None, {}) if v is None else to_reward(v, key) for v in value]
     told = [details for _, details in made]
@@ -273,7 +276,7 @@ def _receive(requests: BinaryIO) -> dict[str, Any] | None:
         return None
     size = int.from_bytes(header, "big")
     if size > MAX_REQUEST_BYTES:
-        raise SystemExit(f"a request of {size} bytes is over the limit of {MAX_REQUEST_BYTES}")
+        raise SystemExit(f"a request of {amount(size, 'byte')} is over the limit of {MAX_REQUEST_BYTES}")
     return json.loads(requests.read(size))  # type: ignore[no-any-return]
 
 

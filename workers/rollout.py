@@ -25,7 +25,7 @@ from samplestore.workers.episodes import EpisodeOptions
 from samplestore.workers.experts import ExpertShape
 from samplestore.workers.filters import Filterer
 from samplestore.workers.fleet import Fleet, Needs
-from samplestore.workers.generation import EXPERT_FIELDS, Limits
+from samplestore.workers.generation import EXPERT_FIELDS, Limits, is_greedy
 from samplestore.workers.images import ImageData
 from samplestore.workers.lives import Worker
 from samplestore.workers.pacing import Pacing
@@ -117,13 +117,14 @@ class RolloutWorker(Worker):
 
     def _needs(self) -> Needs:
         experts = self.limits.routed_experts is not None
+        seeded = self.limits.sampling_seed is not None or "sampling_seed" in self.limits.sampling
         return Needs(
             streams=self.limits.mode == "stream",
             max_new_tokens=self.limits.max_new_tokens,
-            sampling=frozenset(self.limits.sampling)
-            | ({"sampling_seed"} if self.limits.sampling_seed is not None else set()),
+            sampling=frozenset(self.limits.sampling) | ({"sampling_seed"} if seeded else set()),
             fields=frozenset(EXPERT_FIELDS if experts else ()),
             routed_experts=experts,
+            seeded=seeded and not is_greedy(self.limits.sampling),
         )
 
     async def _wait_hopeless(self) -> None:

@@ -28,6 +28,7 @@ from aiohttp import web
 
 from samplestore.cli import exits
 from samplestore.cli.doctor import FAIL, OK, WARN, Result
+from samplestore.words import amount
 from samplestore.workers import routers
 from samplestore.workers.engine_calls import LOOK_S, see
 from samplestore.workers.engine_client import EngineClient
@@ -204,7 +205,9 @@ async def _ask(client: EngineClient, router: routers.Router, probe: Probe, engin
             if probe.hit.is_set():
                 break
         if not probe.came:
-            return Result("router retries", WARN, f"unknown: none of {len(asked)} requests came to the probe. {CURE}")
+            return Result(
+                "router retries", WARN, (f"unknown: none of {amount(len(asked), 'request')} came to the probe. {CURE}")
+            )
         rid = next(iter(probe.came))
         return _judge(await asked[rid], probe.came[rid])
     finally:

@@ -24,6 +24,7 @@ from samplestore.arrays import TEACHER, Prepared
 from samplestore.media import Image
 from samplestore.types import StageClaim
 from samplestore.verbs import stages
+from samplestore.words import amount
 from samplestore.workers import control
 from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.replies import EngineError
@@ -128,7 +129,7 @@ def read_logprobs(reply: Any, response: Sequence[int]) -> npt.NDArray[np.float32
     entries = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
     if not isinstance(entries, list) or len(entries) < len(response):
         n = len(entries) if isinstance(entries, list) else "no"
-        raise EngineError("broken", f"{n} input_token_logprobs for a response of {len(response)} tokens")
+        raise EngineError("broken", f"{n} input_token_logprobs for a response of {amount(len(response), 'token')}")
     values = []
     for place, (entry, token) in enumerate(zip(entries[-len(response) :], response, strict=True)):
         if not isinstance(entry, list | tuple) or len(entry) < 2 or entry[1] != token:

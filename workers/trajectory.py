@@ -15,11 +15,12 @@ from samplestore.errors import InvalidSegment, LeaseLost, SampleStoreError
 from samplestore.queries.episodes import has_calls
 from samplestore.types import Claim, StageClaim
 from samplestore.verbs import samples
+from samplestore.words import amount
 from samplestore.workers.dispatch import Target
 from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.fleet import Fleet
 from samplestore.workers.generation import CONTEXT_MARGIN, Limits, Outcome, Request
-from samplestore.workers.images import ImageData
+from samplestore.workers.images import ImageData, known_prompt, require_kept, require_places
 from samplestore.workers.replies import EngineError
 from samplestore.writer import Call
 
@@ -167,6 +168,7 @@ class Trajectory:
         if claim.images and not self.image_data:
             self.image_data = await self.host.images.urls(claim.images)
         self._check_vocabulary()
+        self._check_min_p()
         resumes, idle = claim.n_tokens > self.turn_start, 0
         while True:
             self._check_told()
@@ -226,7 +228,24 @@ class Trajectory:
                     "refused", f"{what} token {int(ids[at])} at position {at} is outside the vocabulary ({known})"
                 )
 
-    def _new_request(self, target: Target, budget: int) -> Request:
+    def _check_min_p(self) -> None:
+        """With seeds, SGLang has no way to draw with min_p: the whole server dies."""
+        if self.limits.sampling.get("min_p") and self.host.fleet.deterministic:
+            own = self.limits is not self.host.limits  # the sample's own sampling, as an evaluation has it
+            raise EngineError(
+                "refused" if own else "setup",
+                f"min_p kills an engine that was started with --enable-deterministic-inference, as "
+                f"{min(self.host.fleet.deterministic)} was. Leave min_p out, or start it without that flag",
+            )
+
+    async def _check_images(self) -> int | None:
+        """Tokens that the engine must make of prompt and images, where that is known. Raises EngineError."""
+        claim, fleet = self.claim, self.host.fleet
+        require_kept(fleet, claim, self.limits)
+        require_places(claim, fleet.image_token)
+        return await self.host.read(lambda c: known_prompt(c, claim)) if claim.n_tokens else None
+
+    def _new_request(self, target: Target, budget: int, prompt_tokens: int | None) -> Request:
         host, fleet = self.host, self.host.fleet
 
         def labels() -> set[str | None]:
@@ -240,18 +259,19 @@ class Trajectory:
         return Request(
             self.claim, host.client, host.write, host.write_together, self.limits, self._closing(budget),
             host.version_of, labels(), self._why_aborted, None if host.fleet.flushes else cache_label,
-            self.image_data,
+            self.image_data, prompt_tokens,
         )  # fmt: skip
 
     async def _ask(self, budget: int, resumes: bool) -> tuple[Request, str]:
         """One request, and its outcome. Whatever ends it but its own last word, the engine is told to stop: some go on
         after their client has gone."""
         fleet = self.host.fleet
+        prompt_tokens = await self._check_images() if self.image_data else None
         if not fleet.fit:
             raise LetGo("no engine is fit")
         began, outcome = time.monotonic(), Outcome.CUT
         with fleet.place(self.claim.group_id) as target:
-            request = self.request = self._new_request(target, budget)
+            request = self.request = self._new_request(target, budget, prompt_tokens)
             try:
                 outcome = await request.run(target, budget, resumes)
             except (EngineError, InvalidSegment) as error:
@@ -281,7 +301,7 @@ class Trajectory:
         """The budget is used up: the sample is truncated, without another request."""
         if self.claim.n_tokens == 0:
             n, room = self.claim.prompt_ids.size, self.host.fleet.context_length
-            raise EngineError("refused", f"a prompt of {n} tokens leaves no room in a context of {room}")
+            raise EngineError("refused", f"a prompt of {amount(n, 'token')} leaves no room in a context of {room}")
         self.claim.finish_reason = "length"
 
     def _why_aborted(self, label: str | None) -> str:

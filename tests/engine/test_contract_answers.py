@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from samplestore.workers import control
 from samplestore.workers.replies import EngineError
 from samplestore.workers.teacher import read_logprobs
 from tests.engine.contract import CONTEXT, PROMPT, Talk, job, refused
@@ -65,6 +66,18 @@ async def test_a_seed_is_never_relied_upon(talk: Talk) -> None:
     await talk.begin(talk.engine.weights.a, "seed")
     answers = [(await talk.ask(job(f"draw-{n}", 20))).ids for n in range(2)]
     assert answers[0] != answers[1]
+
+
+async def test_an_engine_that_ignores_seeds_says_so(talk: Talk) -> None:
+    """SGLang takes a seed and draws without it, unless it was started for it: a worker must know that beforehand. The
+    embedded engine needs no flag."""
+    await talk.begin(talk.engine.weights.a, "seeded")
+    server = await control.server(talk.client, talk.engine.url)
+    answers = [(await talk.ask(job(f"seed-{n}", 20, sampling_seed=7))).ids for n in range(2)]
+    assert len(answers[0]) == 20 and (answers[0] == answers[1]) == server.embedded
+    assert server.deterministic is (None if server.embedded else False)
+    assert server.embedded == (talk.engine.name == "embedded")
+    assert server.embedded or server.release == talk.engine.name
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +20,8 @@ CORPUS = [
 ]
 
 
-def build_tokenizer(folder: Path, vocab_size: int = VOCAB) -> None:
-    """A byte-level BPE tokenizer with <|end|> (id 1) as its end token."""
+def build_tokenizer(folder: Path, vocab_size: int = VOCAB, special: Sequence[str] = ()) -> None:
+    """A byte-level BPE tokenizer with <|end|> (id 1) as its end token; other special ones have the ids from 2 on."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -29,15 +30,16 @@ def build_tokenizer(folder: Path, vocab_size: int = VOCAB) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=["<|pad|>", "<|end|>"],
+        special_tokens=["<|pad|>", "<|end|>", *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS * 20, trainer)
     fast: Any = PreTrainedTokenizerFast
-    fast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>").save_pretrained(folder)
+    others = {"extra_special_tokens": list(special)} if special else {}
+    fast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", **others).save_pretrained(folder)
     # transformers 4 (SGLang 0.5.9) does not know the class that transformers 5 writes.
-    _patch(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    patch(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
 
 
 def build_model(folder: Path, seed: int, kind: Kind = "llama", hidden: int = 64, context: int = 1024) -> Path:
@@ -58,7 +60,7 @@ def build_model(folder: Path, seed: int, kind: Kind = "llama", hidden: int = 64,
     older: dict[str, Any] = {"rope_theta": 10000.0, "torch_dtype": "float32"}
     if kind == "qwen3_moe":
         older["num_experts"] = EXPERTS
-    _patch(folder / "config.json", **older)
+    patch(folder / "config.json", **older)
     return folder
 
 
@@ -105,5 +107,8 @@ def with_nan(folder: Path, source: Path) -> Path:
     return folder
 
 
-def _patch(file: Path, **values: Any) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}, indent=2))
+def patch(file: Path, drop: str = "", **values: Any) -> None:
+    """Set values of a JSON object in a file, and leave one out."""
+    known = json.loads(file.read_text())
+    known.pop(drop, None)
+    file.write_text(json.dumps({**known, **values}, indent=2))

@@ -55,6 +55,7 @@ class Script:
     raw             these chunks (or, unary, this one answer) instead
     logprobs        "yes", or "none": output_token_logprobs is left out
     wrong           place in the answer -> value of its log-prob
+    widened         tokens that its prompt has beyond those that were sent, as images make them
     """
 
     tokens: int | None = None
@@ -72,6 +73,7 @@ class Script:
     raw: Sequence[Any] | None = None
     logprobs: str = "yes"
     wrong: dict[int, Any] = field(default_factory=dict)
+    widened: int = 0
 
 
 Plan = Callable[[dict[str, Any], int], Script]
@@ -318,7 +320,7 @@ class ScriptedEngine:
         dialect = reply.script.dialect if reply.streams else "cumulative"
         meta: dict[str, Any] = {
             "id": one.rid, "finish_reason": None if kind is None else {"type": kind},
-            "prompt_tokens": len(reply.body["input_ids"]), "cached_tokens": self.cached,
+            "prompt_tokens": len(reply.body["input_ids"]) + reply.script.widened, "cached_tokens": self.cached,
             "completion_tokens": len(one.ids),
             "weight_version": one.labels[-1] if one.labels else self.label,
         }  # fmt: skip

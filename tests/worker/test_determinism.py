@@ -82,6 +82,38 @@ def test_an_unseeded_run_says_so(engine: RunningEngine, processes: Processes, tm
     assert [one.reasons for one in told] == [["an engine drew without a seed"]] * 2
 
 
+@pytest.mark.parametrize(
+    ("settings", "told", "complaint"),
+    [
+        ({"sampling_seed": 7}, False, "ignores sampling_seed"),
+        ({"sampling": {"sampling_seed": 7}}, False, "ignores sampling_seed"),
+        ({"sampling_seed": 7}, True, None),
+        ({"sampling_seed": 7}, None, None),
+        ({"sampling_seed": 7, "sampling": {"temperature": 0}}, False, None),
+        ({}, False, None),
+        ({"sampling": {"min_p": 0.1}}, True, "min_p kills an engine"),
+        ({"sampling": {"min_p": 0.0}}, True, None),
+        ({"sampling": {"min_p": 0.1}}, False, None),
+    ],
+)
+def test_engines_that_cannot_do_it_are_told_at_once(
+    bench: Bench, settings: dict[str, Any], told: bool | None, complaint: str | None
+) -> None:
+    """An SGLang without --enable-deterministic-inference draws without seeds and does not say so; one with it dies of
+    min_p."""
+    bench.make_run(**settings)
+    engine = bench.engine()
+    if told is not None:
+        engine.server["enable_deterministic_inference"] = told
+    worker = bench.worker(engine, exit_when_done=True)
+    code = worker.wait(60)
+    if complaint is None:
+        assert code == 0 and len(engine.requests) == 2, worker.log()
+        return
+    assert code != 0 and complaint in worker.log() and "--enable-deterministic-inference" in worker.log()
+    assert engine.requests == [] and {s["failures"] for s in bench.samples()} == {0}
+
+
 def test_what_breaks_it(sqlite_url: str) -> None:
     """Other weights, another engine, an engine that nobody knows."""
     with samplestore.open(sqlite_url) as store:

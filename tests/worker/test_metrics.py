@@ -152,6 +152,22 @@ async def test_a_database_that_is_away_leaves_the_workers_own_counters(store: St
     assert b"samplestore_run_tokens" not in body
 
 
+@pytest.mark.parametrize("name", ['a"} 1\nsamplestore_run_evil{x="', "\\", "\n", "# HELP", "\u2603"])
+async def test_a_name_is_one_label_however_it_is_written(store: Store, name: str) -> None:
+    run = f.make_run(store, name)
+    body, _ = await WorkerMetrics(run, Counted(run)).page("")
+    found = [one for family in text_string_to_metric_families(body.decode()) for one in family.samples]
+    assert {one.labels["run"] for one in found if "run" in one.labels} == {name}
+    assert not any("evil" in one.name for one in found)
+
+
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=one", "application/openmetrics-text;;="])
+async def test_whatever_is_asked_for_there_is_a_page(store: Store, accept: str) -> None:
+    run = f.make_run(store)
+    body, content_type = await WorkerMetrics(run, Counted(run)).page(accept)
+    assert content_type and b'samplestore_run_known{run="r"} 1.0' in body
+
+
 async def test_a_slow_database_holds_up_neither_loop_nor_scrape(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many ask, one reads; who has waited long enough gets the worker's own counters."""
     monkeypatch.setattr("samplestore.workers.metrics.READ_S", 0.05)

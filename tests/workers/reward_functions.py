@@ -122,6 +122,7 @@ _ACTIONS: dict[str, Any] = {
     "list": lambda s: [1.0],
     "big": lambda s: 10**400,
     "bigger": lambda s: 10**10000,
+    "too_big": lambda s: 1e39,
     "no_key": lambda s: {"accuracy": 1},
     "true": lambda s: True,
     "both": lambda s: {"reward": 0.25, "score": 9},

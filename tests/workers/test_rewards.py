@@ -100,6 +100,7 @@ async def test_accepted_returns(steered: RewardPool, do: str, reward: float, det
 async def test_refused_returns_name_what_was_returned(steered: RewardPool) -> None:
     named = {"nan": "float nan", "inf": "float -inf", "none": "NoneType None", "str": "str '1.0'", "list": "list [1.0]"}
     named |= {"big": "not a finite float", "bigger": "not a finite float", "no_key": "'accuracy'"}
+    named |= {"too_big": "from -1e25 to 1e25"}  # no float32, as which a batch has it
     for do, words in named.items():
         assert words in assert_no_reward(await steered.score(sample(do=do))), do
     good = await steered.score(sample())
@@ -186,6 +187,7 @@ async def test_function_that_forks_answers_once(steered: RewardPool) -> None:
         {"id": 6, "reward": 1.0, "details": {}},
         {"reward": 1.0, "details": {}},
         {"id": 7, "reward": math.nan, "details": {}},
+        {"id": 7, "reward": 1e39, "details": {}},
         {"id": 7, "reward": "1.0", "details": {}},
         {"id": 7, "reward": 1.0},
         {"id": 7, "error": 1},

@@ -97,16 +97,18 @@ def test_an_engine_on_the_cpu(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "/models/m", "31000", "v7", "8",
     ]  # fmt: skip
     assert argv[-2:] == ["--tp-size", "2"]
-    assert command.env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    assert command.env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == command.env["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
     assert command.env["PYTHONPATH"] == f"{CPU_SHIM}:{home}/releases/{NEWEST}:/mine"
     assert command.environment()["PATH"] == os.environ["PATH"]
     assert set(CPU_FLAGS) <= set(argv)
     assert small_model_flags() == []
 
 
-def test_what_the_user_adds_overrules_what_we_set(home: Path) -> None:
+def test_what_the_user_adds_overrules_what_we_set(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = engine_command("m", home=home, extra=["--stream-interval", "1", "--max-running-requests", "4"]).argv
     assert (value_of(argv, "--stream-interval"), value_of(argv, "--max-running-requests")) == ("1", "4")
+    monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", "100")  # somebody whose vision tower is frozen
+    assert engine_command("m", home=home).environment()["SGLANG_VLM_CACHE_SIZE_MB"] == "100"
 
 
 def test_an_older_release_gets_its_own_flag_and_packages(home: Path) -> None:
@@ -122,7 +124,7 @@ def test_an_engine_on_a_gpu_has_nothing_of_the_cpu(home: Path, tmp_path: Path, m
     command = engine_command("m", home=home)
     assert command.argv[0] == str(python)
     assert not {"--device", "--attention-backend", "--dtype", "--max-total-tokens"} & set(command.argv)
-    assert command.env == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    assert command.env == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "SGLANG_VLM_CACHE_SIZE_MB": "0"}
     assert value_of(small_model_flags(), "--attention-backend") == "triton"
 
 
@@ -201,7 +203,7 @@ def test_engine_becomes_the_server_and_passes_unknown_options_on(tmp_path: Path)
 def test_print_only_shows_the_command(home: Path) -> None:
     ran = cli("engine", "--model", "m", "--print", SAMPLESTORE_SGLANG_HOME=str(home))
     assert ran.returncode == 0 and ran.stderr == ""
-    assert ran.stdout.startswith("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 ")
+    assert ran.stdout.startswith("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 SGLANG_VLM_CACHE_SIZE_MB=0 ")
     ran = cli("router", "--engine", "http://a", "--engine", "http://b", "--print", "--log-level", "debug")
     assert "--worker-urls http://a http://b " in ran.stdout and ran.stdout.endswith("--log-level debug\n")
 

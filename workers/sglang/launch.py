@@ -65,6 +65,8 @@ def engine_command(
     env = {
         # /health would generate a token: while the engine is paused it hangs, and a router takes the engine for dead.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # It keeps what the vision tower made of an image, in megabytes, through every change of weights.
+        "SGLANG_VLM_CACHE_SIZE_MB": os.environ.get("SGLANG_VLM_CACHE_SIZE_MB", "0"),
     }
     if Path(model).is_dir():
         env["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "1")  # or it asks the hub about a folder's path
