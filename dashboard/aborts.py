@@ -10,19 +10,16 @@ from samplestore.dashboard import charts, frame, look, parts, source
 from samplestore.queries import abort_list
 from samplestore.queries.aborts import KINDS
 from samplestore.run import Run
+from samplestore.words import amount
 
 ROWS = 30
+VERSIONS = 12  # that are listed; beside them stand three short lists
 ALL = "all"
 
 
 def page() -> None:
     of = frame.open_run()
-    head, span, control = st.columns([3.4, 1.5, 1.7], vertical_alignment="center")
-    with span:
-        since_s = frame.span_choice()
-    with control:
-        seconds = frame.refresh_choice()
-    title = head.empty()
+    title, seconds, since_s = frame.top(looks_back=True)
 
     def draw(data: source.Aborts) -> None:
         until = look.clock(data.over_time["until"])
@@ -43,13 +40,12 @@ def _draw(data: source.Aborts, since_s: float) -> None:
     note = f"stacked by reason, {look.duration(told['width_s'])} a bar; dashed lines are weight updates{more}"
     st.html(parts.section("Over time (UTC)", note, ""))
     alt = "Interruptions over time: " + ", ".join(f"{r['kind']} {r['times']}" for r in data.totals["by_reason"][:12])
-    st.altair_chart(charts.over_time(told), key="over_time", alt=alt)
-    left, right = st.columns(2, gap="large")
+    st.altair_chart(charts.over_time(told, columns=4), key="over_time", alt=alt)
+    left, right = st.columns([1.5, 1], gap="large")
     left.html(by_reason(data))
-    right.html(by_version(data))
-    left, right = st.columns(2, gap="large")
     left.html(_cut_short("By engine", "engine", "requests that were cut short", data.totals["by_engine"]))
-    right.html(_cut_short("By worker", "name", "requests that were cut short", data.totals["by_worker"]))
+    left.html(_cut_short("By worker", "name", "requests that were cut short", data.totals["by_worker"]))
+    right.html(by_version(data))
 
 
 def cards(data: source.Aborts) -> str:
@@ -59,12 +55,12 @@ def cards(data: source.Aborts) -> str:
     ended = max(0, n - resumed["resumed"] - resumed["waiting"])
     tokens = "<small>tokens</small>"
     made = [
-        ("Kept by resuming", f"{look.count(cost['kept'])} {tokens}", f"in {look.count(cost['resumes'])} resumes"),
+        ("Kept by resuming", f"{look.count(cost['kept'])} {tokens}", f"in {amount(cost['resumes'], 'resume')}"),
         ("Prefilled again", f"{look.count(cost['prefilled_again'])} {tokens}", "prompt and answer, not in a cache"),
         ("Lost at engines", f"{look.count(cost['lost'])} {tokens}", "generated, and never stored"),
         (
             "Resumed after", rate,
-            f"{look.count(resumed['resumed'])} of {look.count(n)} samples; {look.count(resumed['waiting'])} wait, "
+            f"{look.count(resumed['resumed'])} of {amount(n, 'sample')}; {look.count(resumed['waiting'])} waiting, "
             f"{look.count(ended)} ended otherwise",
         ),
     ]  # fmt: skip
@@ -83,11 +79,13 @@ def by_reason(data: source.Aborts) -> str:
 
 
 def by_version(data: source.Aborts) -> str:
-    rows = [[look.version_key(r["version"]), look.count(r["aborted"])] for r in data.totals["by_version"]]
+    found = data.totals["by_version"]
+    rows = [[look.version_key(r["version"]), look.count(r["aborted"])] for r in found[:VERSIONS]]
     body = (
         parts.table([("weights", "n"), ("segments that an abort ended", "r")], rows) if rows else parts.empty("None.")
     )
-    return parts.section("By weight version", "the newest weights in the interrupted segment", body)
+    note = f"the newest {VERSIONS} of {len(found)}" if len(found) > VERSIONS else "the newest of the segment"
+    return parts.section("By weight version", note, body)
 
 
 def _cut_short(title: str, key: str, note: str, found: list[dict[str, Any]]) -> str:
@@ -99,7 +97,7 @@ def _cut_short(title: str, key: str, note: str, found: list[dict[str, Any]]) -> 
         ("lost", "r"),
     ]
     rows = [
-        [look.line(r[key] or "–", 80), *[look.count(r[k]) for k in ("cut_short", "generated", "stored", "lost")]]
+        [parts.url(r[key] or "–"), *[look.count(r[k]) for k in ("cut_short", "generated", "stored", "lost")]]
         for r in found
     ]  # fmt: skip
     return parts.section(title, note, parts.table(columns, rows) if rows else parts.empty("None."))
@@ -120,13 +118,7 @@ def _latest(of: Run) -> None:
         st.html(f'<div class="ss">{table(of, rows[:ROWS])}</div>')
     else:
         frame.nothing("Nothing of this kind has happened.")
-    with st.container(horizontal=True):
-        if st.button("◂ Latest", disabled=before is None):
-            _restart()
-            st.rerun()
-        if st.button("Older ▸", disabled=len(rows) <= ROWS):
-            st.query_params["after"] = f"{rows[ROWS - 1]['at']!r}~{rows[ROWS - 1]['id']}"
-            st.rerun()
+    frame.turn_pages("Latest", f"{rows[ROWS - 1]['at']!r}~{rows[ROWS - 1]['id']}" if len(rows) > ROWS else None)
 
 
 def _restart() -> None:

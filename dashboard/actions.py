@@ -22,6 +22,7 @@ from samplestore.run import Run
 from samplestore.states import IN_WINDOW, GroupState
 from samplestore.verbs import aborts, groups
 from samplestore.verbs.tx import Tx
+from samplestore.words import amount
 
 KIND = "operator"  # of the event
 MAX_REASON = 200
@@ -132,4 +133,4 @@ def of_list(of: Run, rows: Sequence[dict[str, Any]]) -> None:
     the run has gone on meanwhile."""
     said()
     ids = [r["id"] for r in rows if r["state"] in IN_WINDOW]
-    offer(of, DROP, ids, f"{len(ids)} groups shown above", "list")
+    offer(of, DROP, ids, f"{amount(len(ids), 'group')} shown above", "list")

@@ -9,6 +9,7 @@ from shlex import quote
 from typing import Any
 
 from samplestore.dashboard import look
+from samplestore.words import amount, which
 
 BAD, WARN, HINT = "bad", "warn", "hint"
 SETTLED_ENOUGH = 10  # groups, before a share of them says something
@@ -17,6 +18,7 @@ FLAT = 0.5  # of the newest finished groups
 TRUNCATED = 0.25
 WASTED = 0.2  # of all generated tokens
 WASTED_ENOUGH = 10_000
+ERROR = 120  # characters of one that are told
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ def level(told: list[Advice]) -> str:
 
 def _rules(data: Any) -> Iterator[Advice]:
     yield from _workers(data.status)
+    yield from _ended(data.status)
     yield from _engines(data.status)
     yield from _run(data.status)
     yield from _ledger(data.ledger)
@@ -57,17 +60,32 @@ def _workers(s: dict[str, Any]) -> Iterator[Advice]:
             BAD, "no rollout worker is connected", "fleet", command=f"samplestore worker --run {quote(s['run'])}"
         )
     if silent := sum(w["heartbeat_age_s"] > w["ttl_s"] for w in live):
-        text = f"{silent} of {len(live)} workers stopped sending heartbeats"
+        text = f"{silent} of {amount(len(live), 'worker')} stopped sending heartbeats"
         yield Advice(BAD, text, "fleet", command=f"samplestore reap --run {quote(s['run'])}")
+
+
+def _ended(s: dict[str, Any]) -> Iterator[Advice]:
+    """A kind of worker that is not there any more, since the last one ended with an error."""
+    at_work = {w["kind"] for w in s["workers"] if w["state"] == "live"}
+    last: dict[str, Any] = {}
+    for w in s["workers"]:
+        if w["state"] != "live" and w["kind"] not in at_work and w["id"] > last.get(w["kind"], {"id": 0})["id"]:
+            last[w["kind"]] = w
+    for kind, w in sorted(last.items()):
+        if w["error"]:
+            who = kind if kind == "trainer" else f"{kind} worker"
+            text = f"no {who} is left; the last one, {w['name']}, ended with: {w['error'][:ERROR]}"
+            yield Advice(BAD, text, "fleet")
 
 
 def _engines(s: dict[str, Any]) -> Iterator[Advice]:
     known = s["engines"]
     if failed := sum(e["state"] == "failed" for e in known):
-        yield Advice(BAD, f"{failed} of {len(known)} engines failed their last weight update", "fleet")
+        yield Advice(BAD, f"{failed} of {amount(len(known), 'engine')} failed the last weight update", "fleet")
     current = s["current_version"]
     if behind := sum(e["state"] == "live" and e["version"] != current for e in known):
-        yield Advice(WARN, f"{behind} of {len(known)} engines do not serve v{current} yet", "fleet")
+        serve = which(behind, "does not serve", "do not serve")
+        yield Advice(WARN, f"{behind} of {amount(len(known), 'engine')} {serve} v{current} yet", "fleet")
 
 
 def _run(s: dict[str, Any]) -> Iterator[Advice]:
@@ -84,10 +102,9 @@ def _run(s: dict[str, Any]) -> Iterator[Advice]:
 
 def _ledger(book: dict[str, Any]) -> Iterator[Advice]:
     if book["requests"]["unexplained_tokens"]:
-        n = look.count(book["requests"]["unexplained_tokens"])
-        yield Advice(
-            WARN, f"{n} tokens of engine calls are neither stored nor known to be lost", command="samplestore check"
-        )
+        n = book["requests"]["unexplained_tokens"]
+        text = f"{amount(n, 'token')} of engine calls {which(n, 'is', 'are')} neither stored nor known to be lost"
+        yield Advice(WARN, text, command="samplestore check")
     wasted, total = sum(book["by_fate"].get(fate, 0) for fate in look.WASTED), book["generated"]
     if total >= WASTED_ENOUGH and wasted > WASTED * total:
         text = f"{100 * wasted / total:.0f} % of all generated tokens were thrown away"

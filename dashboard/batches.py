@@ -25,13 +25,7 @@ def page() -> None:
         frame.nothing("No trainer has taken a batch yet. It does with: with run.batch(step=0) as batch")
         return
     st.html(f'<div class="ss">{table(of, found[:ROWS])}</div>')
-    with st.container(horizontal=True):
-        if st.button("◂ Newest", disabled=below is None):
-            st.query_params.pop("after", None)
-            st.rerun()
-        if st.button("Older ▸", disabled=len(found) <= ROWS):
-            st.query_params["after"] = str(found[ROWS - 1]["id"])
-            st.rerun()
+    frame.turn_pages("Newest", str(found[ROWS - 1]["id"]) if len(found) > ROWS else None)
     chosen = frame.in_address("batch", 1)
     if chosen is not None:
         _groups(of, chosen)
@@ -83,8 +77,7 @@ def _groups(of: Run, id: int) -> None:
         frame.nothing(f"The run has no batch {id}, or its groups are gone.")
         return
     columns = [("group", "r"), ("in the batch", "n"), ("now", "n"), ("staleness at the lease", "r"),
-    ("oldest weights", "n"),
-               ("reward", "r"), ("spread", "r"), ("tokens", "r")]  # fmt: skip
+               ("oldest weights", "n"), ("reward", "r"), ("spread", "r"), ("tokens", "r")]  # fmt: skip
     rows = [
         [
             parts.link("group", str(g["number"]), run=of.name, group=g["number"]), look.esc(g["state"]),

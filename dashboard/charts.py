@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from samplestore.dashboard import look
+from samplestore.dashboard.style import CHART_PX
 
 MAX_BARS = 12
 MAX_POINTS = 256
+MUTED = "#808896"  # the text colour of the page is unknown here; this grey can be read on both themes
+
+
+def _drawn(chart: Any) -> Any:
+    """With labels that stand at their line and near their axis, and no room for what is not there. The height is that
+    of the whole, legend included."""
+    axis = {"labelPadding": 5, "labelFlush": False, "titlePadding": 6, "titleFontSize": 12, "titleFontWeight": 400}
+    return (
+        chart.properties(height=CHART_PX, padding={"left": 2, "right": 6, "top": 8, "bottom": 4})
+        .configure_axis(**axis)
+        .configure_legend(offset=8, padding=0, rowPadding=2, labelFontSize=12, symbolSize=90)
+    )
 
 
 def staleness(counts: Mapping[str, int], max_staleness: int) -> Any:
@@ -37,7 +51,7 @@ def staleness(counts: Mapping[str, int], max_staleness: int) -> Any:
         color=alt.Color("window:N", scale=scale, legend=alt.Legend(orient="top", title=None) if _mixed(rows) else None),
         tooltip=["versions behind:N", alt.Tooltip("groups:Q", format=",d"), "window:N"],
     )
-    return (bars + _labels(base, "groups", dy=-7)).properties(height=190)
+    return _drawn(bars + _labels(base, "groups", dy=-7))
 
 
 def _lags(known: Mapping[int, int], window: int) -> list[tuple[str, int, bool]]:
@@ -62,8 +76,7 @@ def _mixed(rows: list[dict[str, Any]]) -> bool:
 def _labels(base: Any, field: str, **place: Any) -> Any:
     import altair as alt
 
-    # A middle grey: the chart's text colour is unknown here, and this one can be read on both themes.
-    return base.mark_text(fontSize=12, fontWeight=600, color="#808896", **place).encode(
+    return base.mark_text(fontSize=12, fontWeight=600, color=MUTED, **place).encode(
         text=alt.Text(f"{field}:Q", format=",d"),
         opacity=alt.condition(f"datum['{field}'] > 0", alt.value(1), alt.value(0)),
     )
@@ -88,21 +101,17 @@ def rewards(samples: Sequence[Mapping[str, Any]]) -> Any:
         tooltip=["sample:N", alt.Tooltip("reward:Q", format=".4g"), "status:N"],
     )  # fmt: skip
     mean = sum(r["reward"] for r in rows) / len(rows)
-    rule = (
-        alt.Chart(pd.DataFrame([{"reward": mean}])).mark_rule(strokeDash=[4, 4], color="#808896").encode(y="reward:Q")
-    )
-    return (rule + points).properties(height=220)
+    rule = alt.Chart(pd.DataFrame([{"reward": mean}])).mark_rule(strokeDash=[4, 4], color=MUTED).encode(y="reward:Q")
+    return _drawn(rule + points)
 
 
-def over_time(told: Mapping[str, Any]) -> Any:
-    """Interruptions in equal parts of time, stacked by reason; a line where new weights were published."""
+def over_time(told: Mapping[str, Any], columns: int = 2) -> Any:
+    """Interruptions in equal parts of time, stacked by reason; a line where new weights were published. columns: of its
+    legend."""
     import altair as alt
     import pandas as pd
 
-    totals: dict[str, int] = {}
-    for bar in told["bars"]:
-        totals[bar["why"]] = totals.get(bar["why"], 0) + bar["times"]
-    order = sorted(totals, key=lambda why: (-totals[why], why))
+    order = sorted({bar["why"] for bar in told["bars"]})  # not by how many: a reason keeps its colour and its place
     rows, top = [], dict[float, int]()
     for bar in sorted(told["bars"], key=lambda bar: order.index(bar["why"])):
         low = top.get(bar["at"], 0)
@@ -114,7 +123,9 @@ def over_time(told: Mapping[str, Any]) -> Any:
             }
         )  # fmt: skip
     names = [look.visible(why, 46) for why in order]
-    scale = alt.Scale(domain=[_instant(told["since"]), _instant(told["until"])])
+    parts = math.ceil((told["until"] - told["since"]) / told["width_s"] - 1e-6)
+    end = told["since"] + parts * told["width_s"]  # the last bar has its whole width, so that the axis stands still
+    scale = alt.Scale(domain=[_instant(told["since"]), _instant(end)])
     # Stacked here: a bar that has two ends in time is not stacked by the chart.
     drawn = (
         alt.Chart(pd.DataFrame(rows))
@@ -126,7 +137,7 @@ def over_time(told: Mapping[str, Any]) -> Any:
                     axis=alt.Axis(tickMinStep=1, tickCount=4, format=",d")),
             y2="high:Q",
             color=alt.Color("reason:N", sort=names, scale=alt.Scale(domain=names, range=list(look.VERSION_COLOURS)),
-                            legend=alt.Legend(orient="bottom", title=None, columns=3, labelLimit=320)),
+                            legend=alt.Legend(orient="bottom", title=None, columns=columns, labelLimit=240)),
             tooltip=["reason:N", alt.Tooltip("times:Q", format=",d"), alt.Tooltip("from:T", format="%H:%M:%S")],
         )
     )  # fmt: skip
@@ -135,18 +146,18 @@ def over_time(told: Mapping[str, Any]) -> Any:
         for p in told["publishes"]
     ]
     if not marks:
-        return drawn.properties(height=220)
+        return _drawn(drawn)
     lines = (
         alt.Chart(pd.DataFrame(marks))
-        .mark_rule(color="#808896", strokeDash=[3, 3], strokeWidth=1.2)
+        .mark_rule(color=MUTED, strokeDash=[3, 3], strokeWidth=1.2)
         .encode(x="at:T", tooltip=["weights:N", "step:Q", alt.Tooltip("at:T", format="%H:%M:%S")])
     )
     layers = drawn + lines
     if len(marks) <= MAX_BARS:
-        layers += lines.mark_text(align="left", dx=3, fontSize=10, color="#808896").encode(
+        layers += lines.mark_text(align="left", dx=3, fontSize=10, color=MUTED).encode(
             text="weights:N", y=alt.value(6), strokeDash=alt.value([0])
         )
-    return layers.properties(height=220)
+    return _drawn(layers)
 
 
 def _instant(at: float) -> str:

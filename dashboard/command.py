@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import socket
+import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -16,7 +19,8 @@ import typer
 from samplestore.cli.exits import USAGE, CommandError
 from samplestore.errors import MissingExtra, RunNotFound
 
-DEMO_STEPS, DEMO_S, DEMO_TTL_S = 14, 3000.0, 1e6  # nobody sends heartbeats, and nobody shall seem dead
+DEMO_STEPS, DEMO_S = 14, 3000.0
+NEAR = 100  # ports after a taken one, among which a free one is looked for
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -37,7 +41,10 @@ def dashboard(
         typer.Option("--open", metavar="GROUP[/SAMPLE]", help="Print the address of this group or sample."),
     ] = None,
     demo: Annotated[
-        bool, typer.Option("--demo", help="Show a made-up run, in a new temporary folder: needs no database, no GPU.")
+        bool,
+        typer.Option(
+            "--demo", help="Show a made-up run that goes on, in a new temporary folder: needs no database, no GPU."
+        ),
     ] = False,
     allow_actions: Annotated[
         bool,
@@ -49,18 +56,22 @@ def dashboard(
     if find_spec("streamlit") is None:
         raise MissingExtra("the dashboard", "dashboard")
     where = _place(open_at)
-    if demo:
-        db, tokenizer = _demo()
-    elif db is None:
+    if not demo and db is None:
         raise CommandError("no database was named. Try: samplestore dashboard --db FILE_OR_URL, or --demo", USAGE)
+    _require_free(host, port)
+    url, living = db or "", None
+    if demo:
+        url, tokenizer, living = _demo()
     folder = _tokenizer(tokenizer)
-    name = _check(db, run)
+    name = _check(url, run)
     typer.echo(f"dashboard: {link(host, port, name, where[0], **where[1])}")
     if host not in LOCAL:
         typer.echo(f"warning: anyone who reaches {host}:{port} can read all prompts and answers", err=True)
         if allow_actions:
             typer.echo("warning: and can requeue, abort and drop with --allow-actions", err=True)
-    _become_server(db, host, port, folder, allow_actions)
+    if living is not None and living.stdin is not None:
+        os.set_inheritable(living.stdin.fileno(), True)  # the demo goes on until the server's end of it is closed
+    _become_server(url, host, port, folder, allow_actions)
 
 
 def link(host: str, port: int, run: str | None, page: str = "", **query: str) -> str:
@@ -83,18 +94,50 @@ def _place(named: str | None) -> tuple[str, dict[str, str]]:
     return ("group", {"group": found[1]}) if found[2] is None else ("trajectory", {"sample": named})
 
 
-def _demo() -> tuple[str, str]:
-    """(database, tokenizer folder) of a new demo run. It takes some seconds."""
+def _require_free(host: str, port: int) -> None:
+    """Raises CommandError where nobody can listen at this address: the server would only say so in the middle of its
+    own log."""
+    problem = _bind(host, port)
+    if problem is None:
+        return
+    if problem.errno == errno.EADDRINUSE:
+        free = next((p for p in range(port + 1, min(port + NEAR, 65536)) if _bind(host, p) is None), None)
+        said = f"port {port} is taken, perhaps by another dashboard"
+        raise CommandError(f"{said}. Try: samplestore dashboard --port {free or 'NUMBER'}")
+    if problem.errno == errno.EACCES:
+        raise CommandError(f"this user may not listen on port {port}. Try: samplestore dashboard --port 8501")
+    raise CommandError(f"this machine can't listen on {host!r} ({problem.strerror}). Try: --host 127.0.0.1", USAGE)
+
+
+def _bind(host: str, port: int) -> OSError | None:
+    """Why nobody can listen there, or None."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As the server does: a port of which connections are still closing is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        return error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error))
+    return None
+
+
+def _demo() -> tuple[str, str, subprocess.Popen[str]]:
+    """(database, tokenizer folder, the process that goes on with the run) of a new demo. It takes some seconds."""
     from samplestore import migrations
-    from samplestore.dashboard import demo_data
+    from samplestore.dashboard import demo_live
     from samplestore.engine import Database
 
     folder = Path(tempfile.mkdtemp(prefix="samplestore-demo-"))
     url = f"sqlite:///{folder / 'demo.db'}"
-    typer.echo(f"demo: writing a made-up run into {folder}; delete the folder when you are done")
+    typer.echo(f"demo: a made-up run in {folder}, which goes on until you end the dashboard; delete the folder then")
     migrations.upgrade(Database(url))
-    demo_data.build(url, folder / "tokenizer", heartbeat_ttl_s=DEMO_TTL_S, steps=DEMO_STEPS, lasted_s=DEMO_S)
-    return url, str(folder / "tokenizer")
+    living = demo_live.start(url, folder / "tokenizer", DEMO_STEPS, DEMO_S)
+    if living is None:
+        raise CommandError("the demo's run can't be written, for the reason above. Try: samplestore doctor")
+    return url, str(folder / "tokenizer"), living
 
 
 def _tokenizer(folder: str | None) -> str | None:

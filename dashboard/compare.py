@@ -11,6 +11,7 @@ from samplestore.dashboard import frame, look, parts, source, tokenview
 from samplestore.queries.group_page import GroupView
 from samplestore.queries.trajectory import Trajectory
 from samplestore.run import Run
+from samplestore.words import amount
 
 TOKENS = 1000  # of each response that are drawn
 NONE = frame.EMPTY["a"]
@@ -50,9 +51,9 @@ def told(a: Any, b: Any) -> str:
     differ = np.nonzero(a[:n] != b[:n])[0]
     same = int(differ[0]) if differ.size else n
     if same == a.size == b.size:
-        return f'<span class="warn">▲ The two responses are the same, all {look.count(same)} tokens.</span>'
+        return f'<span class="warn">▲ The two responses are the same, all {amount(same, "token")}.</span>'
     return (
-        f"The first <b>{look.count(same)}</b> tokens are the same; one has {look.count(a.size)} tokens, "
+        f"The first <b>{look.count(same)}</b> tokens are the same; one has {amount(int(a.size), 'token')}, "
         f"the other {look.count(b.size)}."
     )
 
@@ -66,4 +67,4 @@ def _one(of: Run, t: Trajectory, decoder: Any, by: str) -> None:
     st.html(tokenview.render(t, decoder, by))
     shown = t.tokens.start + t.tokens.ids.size
     if shown < t.n_tokens:
-        st.html(f'<div class="ss dim">{look.count(t.n_tokens - shown)} more tokens: open the sample to read on.</div>')
+        st.html(f'<div class="ss dim">{amount(t.n_tokens - shown, "more token")}: open the sample to read on.</div>')

@@ -12,6 +12,7 @@ from samplestore.dashboard.look import line
 from samplestore.dashboard.tokenview import Decoder
 from samplestore.queries.episodes import STARTED, RecordedCall
 from samplestore.queries.trajectory import Span, Trajectory
+from samplestore.words import amount
 
 MAX_TURNS = 200
 MAX_TEXT = 20_000  # characters of a turn
@@ -55,7 +56,7 @@ def html(t: Trajectory, ids: Any, decoder: Decoder | None) -> str:
     made = [_turn(turn, ids, decoder) for turn in every[:MAX_TURNS]]
     if len(every) > MAX_TURNS:
         made.append(f'<div class="dim">showing {MAX_TURNS} of {len(every)} turns</div>')
-    note = f"{len(every)} turns; what is not trained on is said"
+    note = f"{amount(len(every), 'turn')}; what is not trained on is said"
     return parts.section("Conversation", note, "".join(made))
 
 
@@ -65,11 +66,11 @@ def _turn(turn: Turn, ids: Any, decoder: Decoder | None) -> str:
     versions = " → ".join(look.version_key(v) for v in turn.versions[:12])
     masked = ' <span class="dim">not trained on</span>' if turn.kind != "prompt" and not turn.loss else ""
     mine = ids[turn.start : turn.stop]
-    size = look.count(turn.stop - turn.start)
+    size = amount(turn.stop - turn.start, "token")
     if mine.size < turn.stop - turn.start:
-        masked += f' <span class="warn">▲ only the first {look.count(mine.size)} tokens are shown</span>'
+        masked += f' <span class="warn">▲ only the first {look.count(mine.size)} of them are shown</span>'
     shown, cut = _ids(mine) if decoder is None else _text(decoder.decode(mine))
-    head = f'<div class="who">{look.esc(who)} <span class="dim">{size} tokens</span> {versions}{masked}</div>'
+    head = f'<div class="who">{look.esc(who)} <span class="dim">{size}</span> {versions}{masked}</div>'
     return f'<div class="ss-turn" style="--c:{colour}">{head}<div class="ss-text">{shown}</div>{cut}</div>'
 
 

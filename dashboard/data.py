@@ -9,6 +9,7 @@ import streamlit as st
 
 from samplestore.dashboard import frame, look, parts, source
 from samplestore.run import Run
+from samplestore.words import amount
 
 BIG_WAL = 256 * 1024 * 1024
 
@@ -29,12 +30,12 @@ def page() -> None:
 
 def cards(of: Run, found: dict[str, Any]) -> str:
     free = found["free_bytes"]
-    wal = "written, not yet copied into the database" if of.database.is_sqlite else "not told"
+    wal = "the log of recent writes" if of.database.is_sqlite else "not told"
     made = [
         ("Database", look.size(found["bytes"]), "SQLite" if of.database.is_sqlite else "PostgreSQL", ""),
         ("Free in it", look.size(free), "prune leaves it; later rows use it" if free else "nothing to give back", ""),
         ("WAL", look.size(found["wal_bytes"]), wal, ""),
-        ("Groups", look.count(found["run"]["n_groups"]), f"of {look.count(found['run']['n_prompts'])} prompts", ""),
+        ("Groups", look.count(found["run"]["n_groups"]), f"of {amount(found['run']['n_prompts'], 'prompt')}", ""),
     ]  # fmt: skip
     return '<div class="ss"><div class="ss-cards">' + "".join(parts.card(*c) for c in made) + "</div></div>"
 
@@ -43,12 +44,14 @@ def tables(found: dict[str, Any]) -> str:
     with_bytes = any(t["bytes"] is not None for t in found["tables"])
     columns = [("table", "n"), ("rows, about", "r")] + ([("size", "r")] if with_bytes else [])
     rows = []
-    for t in sorted(found["tables"], key=lambda t: -(t["bytes"] or t["rows"] or 0)):
+    for t in sorted(found["tables"], key=lambda t: (-(t["bytes"] or t["rows"] or 0), t["table"])):
         about = "not known" if t["rows"] is None else ("at most " if t["at_most"] else "") + look.count(t["rows"])
         rows.append([look.esc(t["table"]), about, *([look.size(t["bytes"])] if with_bytes else [])])
-    note = "of all runs, as the planner last counted"
-    if not found["analyzed"]:
-        note = "of all runs; ANALYZE has not run, so only what was ever written is known"
+    note = "of all runs"
+    if any(t["at_most"] for t in found["tables"]):
+        note += "; row numbers are not used twice, so rows that were deleted count as well"
+    if any(t["rows"] is None for t in found["tables"]):
+        note += "; for what is not known: psql -c ANALYZE, with the database's URL"
     return parts.section("Tables", note, parts.table(columns, rows))
 
 

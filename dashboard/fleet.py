@@ -16,10 +16,7 @@ Data = tuple[dict[str, Any], list[dict[str, Any]]]
 
 def page() -> None:
     of = frame.open_run()
-    head, control = st.columns([4, 1.3], vertical_alignment="center")
-    with control:
-        seconds = frame.refresh_choice()
-    title = head.empty()
+    title, seconds, _ = frame.top()
 
     def draw(data: Data) -> None:
         as_of = look.clock(data[0]["as_of"])
@@ -65,7 +62,7 @@ def engines(found: list[dict[str, Any]], as_of: float) -> str:
         updating = f' <span class="dim">worker {e["owner"]} updates it</span>' if e["owner"] else ""
         rows.append(
             [
-                look.line(e["url"], 80), look.version_key(e["version"]), parts.serving(e) + updating,
+                parts.url(e["url"]), look.version_key(e["version"]), parts.serving(e) + updating,
                 number(e["running"]),
                 number(e["queued"]), number(e["generated_tokens"]), look.line(e["release"] or "–", 30),
                 str(e["failures"]), f"{look.age(as_of - e['updated_at'])} ago",
@@ -105,10 +102,4 @@ def _ended(of: Run) -> None:
         for w in rows[:ENDED]
     ]  # fmt: skip
     st.html(parts.section("Ended", "newest first", parts.table(columns, made)))
-    with st.container(horizontal=True):
-        if st.button("◂ Newest", disabled=below is None):
-            st.query_params.pop("after", None)
-            st.rerun()
-        if st.button("Older ▸", disabled=len(rows) <= ENDED):
-            st.query_params["after"] = str(rows[ENDED - 1]["id"])
-            st.rerun()
+    frame.turn_pages("Newest", str(rows[ENDED - 1]["id"]) if len(rows) > ENDED else None)

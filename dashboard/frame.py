@@ -9,7 +9,7 @@ from typing import Any
 import streamlit as st
 
 from samplestore.dashboard import look, parts, source
-from samplestore.dashboard.style import CSS
+from samplestore.dashboard.style import CSS, RUN_CHOICE
 from samplestore.run import Run
 
 INTERVALS = {"2 s": 2.0, "5 s": 5.0, "15 s": 15.0, "60 s": 60.0, "Paused": None}
@@ -46,7 +46,10 @@ def open_run() -> Run:
     names = source.store().run_names()
     if len(names) > 1:
         listed = names[::-1][:200]
-        chosen = st.sidebar.selectbox("Run", listed, index=listed.index(of.name) if of.name in listed else 0)
+        with st.container(key=RUN_CHOICE):  # beside the names of the pages, where it takes no room
+            chosen = st.selectbox(
+                "Run", listed, index=listed.index(of.name) if of.name in listed else 0, label_visibility="collapsed"
+            )
         if chosen != of.name:
             st.query_params["run"] = chosen
             forget(*OF_RUN)
@@ -85,6 +88,32 @@ def span_choice() -> float:
         label_visibility="collapsed",
     )  # fmt: skip
     return SPANS.get(chosen or "1 h", 3600.0)
+
+
+def top(*, looks_back: bool = False) -> tuple[Any, float | None, float]:
+    """The head of a page that is read again and again, its choices as wide as their words: (the title's place, seconds
+    between two looks, seconds to look back: 0 where the page doesn't)."""
+    with st.container(horizontal=True, vertical_alignment="center", gap="medium"):
+        with st.container(width="stretch"):
+            title = st.empty()
+        since_s = span_choice() if looks_back else 0.0
+        seconds = refresh_choice()
+    return title, seconds, since_s
+
+
+def turn_pages(newest: str, older: str | None) -> None:
+    """Buttons to the first page of a list, and to the one after this: `older` is what its address has as `after`, None
+    where this is the last. Nothing where there is one page."""
+    first = "after" not in st.query_params
+    if first and older is None:
+        return
+    with st.container(horizontal=True):
+        if st.button(f"◂ {newest}", disabled=first):
+            st.query_params.pop("after", None)
+            st.rerun()
+        if st.button("Older ▸", disabled=older is None):
+            st.query_params["after"] = str(older)
+            st.rerun()
 
 
 def every(seconds: float | None) -> str:

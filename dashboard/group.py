@@ -13,6 +13,7 @@ from samplestore.dashboard import actions, charts, compare, frame, look, parts, 
 from samplestore.queries import browse
 from samplestore.queries.group_page import GroupView
 from samplestore.run import Run
+from samplestore.words import amount
 
 PROMPT_SHOWN = 4000
 NEWEST = 100  # groups among which one with rewards is looked for
@@ -39,7 +40,7 @@ def page() -> None:
         text = f"Run {of.name} has no group {number}" + (f"; its newest is {newest[0]['number']}." if newest else ".")
         raise source.Problem("other", "There is no such group", text)
     st.html(frame.head(of, f"Group {number}", f"as of {look.clock(found.as_of)} UTC"))
-    _step(of, number)
+    _step(of, number, found.newest)
     st.html(parts.facts(facts(found)))
     if found.group["reason"]:
         st.html(
@@ -57,14 +58,14 @@ def page() -> None:
     compare.choose(of, found)
 
 
-def _step(of: Run, number: int) -> None:
+def _step(of: Run, number: int, newest: int) -> None:
     """The group before and the one after, with the address."""
-    with st.container(horizontal=True):
+    with st.container(horizontal=True, vertical_alignment="center"):
         if st.button("◂ group before", disabled=number == 0):
             _go(number - 1)
-        if st.button("group after ▸"):
+        if st.button("group after ▸", disabled=number >= newest):
             _go(number + 1)
-        st.html(f'<div class="ss">{parts.link("groups", "all groups", run=of.name)}</div>')
+        st.html(f'<div class="ss">{parts.link("groups", "all groups", run=of.name)}</div>', width="content")
 
 
 def _go(number: int) -> None:
@@ -85,7 +86,7 @@ def facts(found: GroupView) -> list[tuple[str, str]]:
         ("not scored yet", str(g["n_unscored"])),
         ("reward", rewards),
         ("oldest weights", "–" if g["oldest_version"] is None else look.version_key(g["oldest_version"])),
-        ("staleness now", "–" if g["staleness"] is None else f"{g['staleness']} behind"),
+        (parts.staleness_of(g["state"]), "–" if g["staleness"] is None else f"{g['staleness']} behind"),
         ("tokens", "–" if g["n_tokens"] is None else look.count(g["n_tokens"])),
         ("pass", str(g["epoch"])),
         ("data set", look.line(g["dataset"], 60)),
@@ -101,8 +102,8 @@ def prompt(found: GroupView) -> str:
     label = found.group["label"]
     told = "" if label is None else f'<div><span class="dim">label</span> <b>{look.line(label, 400)}</b></div>'
     shown = look.esc(look.visible(text, PROMPT_SHOWN))
-    size = look.count(found.group["prompt_tokens"])
-    return f'<div class="ss"><div class="dim">{size} tokens</div><div class="ss-text">{shown}</div>{more}{told}</div>'
+    size = amount(found.group["prompt_tokens"], "token")
+    return f'<div class="ss"><div class="dim">{size}</div><div class="ss-text">{shown}</div>{more}{told}</div>'
 
 
 def _rewards(of: Run, found: GroupView) -> None:
@@ -131,7 +132,7 @@ def samples(of: Run, found: GroupView) -> str:
                 parts.link("trajectory", str(s["index"]), run=of.name, sample=name), parts.status(s),
                 "–" if s["reward"] is None else f"{s['reward']:.3f}", look.count(s["n_tokens"]), versions,
                 str(s["n_aborts"]), str(s["n_resumes"]), str(s["incarnation"]),
-                look.line(s["finish_reason"] or "–", 40), look.line(s["error"] or "", 160),
+                look.line(s["finish_reason"] or "–", 40), look.line(s["error"] or "–", 160),
             ]
         )  # fmt: skip
     return parts.table(SAMPLES, rows)

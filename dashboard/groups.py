@@ -13,6 +13,7 @@ from samplestore.queries import group_list
 from samplestore.queries.group_list import GroupFilter, GroupPage
 from samplestore.run import Run
 from samplestore.states import GroupState
+from samplestore.words import amount
 
 ROWS = 50
 ANY, FLAT, SPREAD = "any", "all equal", "differ"
@@ -37,12 +38,13 @@ def page() -> None:
     head.html(
         frame.head(of, "Groups", f"as of {look.clock(found.as_of)} UTC; the list stays until you ask for another")
     )
-    st.html(f'<div class="ss dim">{told(found.page, order)}</div>')
+    if found.page.total:
+        st.html(f'<div class="ss dim">{told(found.page, order)}</div>')
     if found.page.rows:
         st.html(f'<div class="ss">{parts.table(COLUMNS, [row(of, r) for r in found.page.rows])}</div>')
     else:
         _none(found.page, where)
-    _turn(found.page, after)
+    _turn(found.page, where, after)
     if actions.allowed():
         actions.of_list(of, found.page.rows)
 
@@ -97,10 +99,10 @@ def told(found: GroupPage, order: str) -> str:
     """How many there are, and how far was looked: a cap never hides in silence."""
     shown = f"showing <b>{look.count(len(found.rows))}</b>"
     if found.matching is None:
-        return f"{shown} of a run of {look.count(found.total)} groups"
+        return f"{shown} of a run of {amount(found.total, 'group')}"
     among = f"groups {look.count(found.low)} to {look.count(max(found.low, found.high - 1))}"
     if order == group_list.SPREAD:
-        among = f"the scored ones of the newest {look.count(found.high - found.low)} groups"
+        among = f"the scored ones of the newest {amount(found.high - found.low, 'group')}"
     rest = "" if found.low == 0 else f" of a run of {look.count(found.total)}; older ones were not looked through"
     return f"{shown} of <b>{look.count(found.matching)}</b> that fit, among {among}{rest}"
 
@@ -121,8 +123,13 @@ def row(of: Run, r: dict[str, Any]) -> list[str]:
         "–" if r["n_tokens"] is None else look.count(r["n_tokens"]),
         look.clock(r["created_at"]),
         look.line(r["dataset"], 30),
-        look.line(parts.prompt_text(r["prompt_head"], cut=True), 110),
+        _prompt(parts.prompt_text(r["prompt_head"], cut=True)),
     ]
+
+
+def _prompt(text: str) -> str:
+    """As much of it as the window has room for; the rest when pointed at."""
+    return f'<span title="{look.line(text, 400)}">{look.line(text, 250)}</span>'
 
 
 def _none(found: GroupPage, where: GroupFilter) -> None:
@@ -134,12 +141,14 @@ def _none(found: GroupPage, where: GroupFilter) -> None:
         frame.nothing("No group here fits all the filters. Clear them, or look further back below.")
 
 
-def _turn(found: GroupPage, after: str | None) -> None:
+def _turn(found: GroupPage, where: GroupFilter, after: str | None) -> None:
     with st.container(horizontal=True):
-        if st.button("◂ First page", disabled=after is None):
-            _restart()
-            st.rerun()
-        if st.button("Next page ▸", disabled=found.after is None):
-            st.query_params["after"] = str(found.after)
-            st.rerun()
-        st.button("Clear filters", on_click=_clear, type="tertiary")
+        if after is not None or found.after is not None:
+            if st.button("◂ First page", disabled=after is None):
+                _restart()
+                st.rerun()
+            if st.button("Next page ▸", disabled=found.after is None):
+                st.query_params["after"] = str(found.after)
+                st.rerun()
+        if where != GroupFilter():
+            st.button("Clear filters", on_click=_clear, type="tertiary")

@@ -8,6 +8,7 @@ from samplestore.dashboard import look, parts
 from samplestore.dashboard.look import line
 from samplestore.queries.sample_page import Evidence
 from samplestore.queries.trajectory import Trajectory
+from samplestore.words import amount
 
 MAX_STEPS = 60
 STOPS = {
@@ -34,20 +35,22 @@ class Step:
 def steps(t: Trajectory, found: Evidence) -> list[Step]:
     """What happened, in order of time."""
     made = [Step(t.sample["created_at"], "created", look.GREY)]
+    began = {r["rid"]: r["started_at"] for r in found.requests}  # before its first tokens were stored
     for span in t.spans:
         if span.kind == "generated":
             version = look.version_name(span.version_min, span.version_max)
             colour = look.GREY if span.version_min is None else look.VERSION_COLOURS[span.version_min % 7]
-            text = f"▶ {version}, {look.count(span.n_tokens)} tokens"
+            text = f"▶ {version}, {amount(span.n_tokens, 'token')}"
         else:
-            colour, text = look.GREY, f"⚙ {span.kind}, {look.count(span.n_tokens)} tokens"
-        made.append(Step(span.first_at, text, colour, span.last_at))
+            colour, text = look.GREY, f"⚙ {span.kind}, {amount(span.n_tokens, 'token')}"
+        at = min(span.first_at, began.pop(span.request_rid, span.first_at))
+        made.append(Step(at, text, colour, span.last_at))
     for e in t.events:
         why = f": {look.visible(str(e['reason']), 60)}" if e["reason"] else ""
         if e["kind"] in STOPS:
             made.append(Step(e["at"], STOPS[e["kind"]] + why, look.ORANGE))
         elif e["kind"] == "resume":
-            made.append(Step(e["at"], f"↻ resumed with {look.count(e['tokens'] or 0)} tokens", look.SKY))
+            made.append(Step(e["at"], f"↻ resumed with {amount(e['tokens'] or 0, 'token')}", look.SKY))
         elif e["kind"] in OF_GROUP:
             made.append(Step(e["at"], f"group {OF_GROUP[e['kind']]}{why}", look.VERMILLION))
     s = t.sample

@@ -100,6 +100,8 @@ def age(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    if seconds < 0.1:
+        return f"{1000 * max(0.0, seconds):.0f} ms"
     return f"{seconds:.1f} s" if seconds < 10 else age(seconds)
 
 

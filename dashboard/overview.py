@@ -7,6 +7,7 @@ from shlex import quote
 import streamlit as st
 
 from samplestore.dashboard import charts, frame, look, overview_parts, overview_source, parts
+from samplestore.words import amount
 
 DEFINITION = (
     "**Staleness of a group**: the current weight version minus the version of its oldest trained token, counted in "
@@ -20,10 +21,7 @@ TITLE_PX = 44  # of a chart: one has a button beside it, and both should stand l
 
 def page() -> None:
     of = frame.open_run()
-    head, control = st.columns([4, 1.7], vertical_alignment="center")
-    with control:
-        seconds = frame.refresh_choice()
-    title = head.empty()
+    title, seconds, _ = frame.top()
 
     def draw(data: overview_source.Overview) -> None:
         as_of = look.clock(data.status["as_of"])
@@ -63,14 +61,16 @@ def _numbers(data: overview_source.Overview) -> None:
     left, right = st.columns(2, gap="large")
     left.html(overview_parts.workers(data))
     right.html(overview_parts.engines(data))
-    if sizes := overview_parts.arrays(data):
-        st.html(sizes)
-    st.html(overview_parts.recent(data))
+    sizes = overview_parts.arrays(data)
+    latest, beside = st.columns([2.2, 1], gap="large") if sizes else (st.container(), None)
+    latest.html(overview_parts.recent(data))
+    if beside is not None:
+        beside.html(sizes)
 
 
 def _staleness(data: overview_source.Overview) -> None:
     counts, window = data.status["staleness"], data.settings["max_staleness"]
-    note = f"{look.count(sum(counts.values()))} groups; the window ends at {window} behind"
+    note = f"{amount(sum(counts.values()), 'group')}; the window ends at {window} behind"
     title = f'<div class="ss-title">Staleness of ready groups<span class="dim">{note}</span></div>'
     with st.container(horizontal=True, vertical_alignment="center", gap="small", height=TITLE_PX, border=False):
         st.html(f'<div class="ss">{title}</div>', width="content")
@@ -79,24 +79,25 @@ def _staleness(data: overview_source.Overview) -> None:
     if not counts:
         st.html('<div class="ss"><div class="ss-empty">No group is ready.</div></div>')
         return
-    told = ", ".join(f"{n} groups {lag} behind" for lag, n in [*counts.items()][:64])
+    told = ", ".join(f"{amount(n, 'group')} {lag} behind" for lag, n in [*counts.items()][:64])
     st.altair_chart(charts.staleness(counts, window), key="staleness", alt=f"Staleness of ready groups: {told}")
 
 
 def _aborts(data: overview_source.Overview) -> None:
     told = data.over_time
-    total = look.count(sum(b["times"] for b in told["bars"]))
+    total = amount(sum(b["times"] for b in told["bars"]), "event")
     with st.container(horizontal=True, vertical_alignment="center", height=TITLE_PX, border=False):
         more = parts.link("aborts", "more", run=data.status["run"])
-        span = look.age(overview_source.LOOK_BACK_S)
-        note = f"{total} events in the last {span}; dashed: new weights; {more}"
+        note = f"{total} since {look.clock(told['since'])} UTC; dashed: new weights; {more}"
         st.html(
             f'<div class="ss"><div class="ss-title">Interruptions over time<span class="dim">{note}</span></div></div>'
         )
     if not told["bars"]:
         ever = sum(data.status["aborts"].values())
-        since = f" Before: {look.count(ever)} events." if ever else ""
-        frame.nothing(f"No sample was stopped in the middle in that time.{since}")
+        before = f" Before that: {amount(ever, 'event')}." if ever else ""
+        frame.nothing(
+            f"No sample was stopped in the middle in the last {look.age(overview_source.LOOK_BACK_S)}.{before}"
+        )
         return
     said = ", ".join(f"{look.visible(why, 60)}: {n}" for why, n in data.status["aborts"].items())
     st.altair_chart(charts.over_time(told), key="aborts", alt=f"Interruptions over time; since the run began {said}")

@@ -6,7 +6,8 @@ from typing import Any
 
 from samplestore.dashboard import advisories, look
 from samplestore.dashboard.look import age, count, esc, line
-from samplestore.dashboard.parts import ICONS, bar, beat, card, link, serving, table
+from samplestore.dashboard.parts import ICONS, bar, beat, card, link, serving, table, url
+from samplestore.words import amount, which
 
 
 def header(data: Any, *, as_of: str) -> str:
@@ -29,11 +30,12 @@ def verdict(data: Any) -> str:
     level = advisories.level(told)
     title = {"ok": "Healthy", "warn": "Look here", "bad": "Needs attention"}[level]
     w = data.why
-    ready = w["ready_in_window"] >= w["needed"]
+    ready, needed = w["ready_in_window"], w["needed"]
     batch = (
-        f"a batch can be taken: {w['ready_in_window']} groups are ready inside the window, a step takes {w['needed']}"
-        if ready
-        else f"no batch yet: {w['ready_in_window']} of {w['needed']} groups are ready inside the window"
+        f"a batch can be taken: {amount(ready, 'group')} {which(ready, 'is', 'are')} ready inside the window, "
+        f"a step takes {count(needed)}"
+        if ready >= needed
+        else f"no batch yet: {count(ready)} of {amount(needed, 'group')} are ready inside the window"
     )
     said = [_advice(data, a) for a in told if a.level != advisories.HINT]
     text = "; ".join([*said, esc(batch)])
@@ -75,7 +77,7 @@ def cards(data: Any) -> str:
     made = [
         (
             "Workers", f"{len(live)} <small>live</small>",
-            f"{silent} silent" if silent else f"{rollout} generate" if rollout else "none generates",
+            f"{silent} silent" if silent else f"{rollout or 'none'} {which(rollout or 1, 'generates', 'generate')}",
             "bad" if silent or not rollout else "ok",
         ),
         (
@@ -84,21 +86,27 @@ def cards(data: Any) -> str:
             "" if not engines else "ok" if current == len(engines) else "warn",
         ),
         (
-            "In flight", f"{count(s['in_flight'])} <small>samples</small>",
+            "In flight", _large(s["in_flight"], "sample"),
             f"{count(s['resumed_samples'])} resumed so far", "",
         ),
         (
-            "Ready in window", f"{count(w['ready_in_window'])} <small>groups</small>",
+            "Ready in window", _large(w["ready_in_window"], "group"),
             f"a step takes {count(w['needed'])}",
             "ok" if w["ready_in_window"] >= w["needed"] else "",
         ),
         ("Tokens per second", *rate(data.rate), ""),
         (
-            "Trained on", f"{count(s['groups']['consumed'])} <small>groups</small>",
+            "Trained on", _large(s["groups"]["consumed"], "group"),
             "no batch yet" if last is None else f"last: step {last['step']} ({last['state']})", "",
         ),
     ]  # fmt: skip
     return '<div class="ss"><div class="ss-cards">' + "".join(card(*c) for c in made) + "</div></div>"
+
+
+def _large(n: int, noun: str) -> str:
+    """The number of a card, its noun small behind it."""
+    number, _, named = amount(n, noun).partition(" ")
+    return f"{number} <small>{named}</small>"
 
 
 def rate(told: tuple[float, float] | None) -> tuple[str, str]:
@@ -133,7 +141,7 @@ def token_ledger(data: Any) -> str:
     share = f" ({100 * wasted / total:.1f} %)" if total else ""
     requests = book["requests"]
     lost = sum(requests["lost_by_reason"].values())
-    notes = [f"{count(book['kept_by_resuming'])} tokens kept by {count(book['resumes'])} resumes"]
+    notes = [f"{amount(book['kept_by_resuming'], 'token')} kept by {amount(book['resumes'], 'resume')}"]
     if lost:
         why = ", ".join(f"{reason} {count(n)}" for reason, n in requests["lost_by_reason"].items())
         notes.append(f"{count(lost)} more were lost at the engines ({why})")
@@ -145,8 +153,9 @@ def token_ledger(data: Any) -> str:
         rest = f"{exact}{engines['unaccounted']:+,} beside what requests of this run were told"
         notes.append(f"engines counted {count(engines['generated'])} generated, {rest}")
     wrong = "" if sum(by_fate.values()) == total else '<div class="bad">■ The parts do not add up to the total.</div>'
+    tokens = which(total, "token", "tokens")
     return (
-        f'<div class="ss"><div class="ss-title">Token ledger<span class="dim"><b>{count(total)}</b> tokens generated '
+        f'<div class="ss"><div class="ss-title">Token ledger<span class="dim"><b>{count(total)}</b> {tokens} generated '
         f"and stored = {count(total - wasted)} kept + {count(wasted)} wasted{share}, hatched</span></div>"
         f"{bar(by_fate, look.FATE_COLOURS, hatched=look.WASTED, tall=True, names='Token ledger')}"
         f'<div class="dim" style="margin-top:.25rem">{line("; ".join(notes), 500)}.</div>{wrong}</div>'
@@ -174,7 +183,7 @@ def engines(data: Any, most: int = 12) -> str:
         told = serving({**e, "current_version": current})
         if e["state"] == "failed":
             told += f' <span class="dim">{line(e["error"] or "", 160)}</span>'
-        rows.append([line(e["url"], 80), look.version_key(e["version"]), told])
+        rows.append([url(e["url"]), look.version_key(e["version"]), told])
     note = f"showing {most} of {len(listed)}" if len(listed) > most else ""
     if not rows:
         body = '<div class="ss-empty">No engine is registered for this run yet.</div>'

@@ -10,7 +10,9 @@ from urllib.parse import urlencode
 
 from samplestore.dashboard import look
 from samplestore.dashboard.look import age, count, esc, line
+from samplestore.states import GroupState
 
+KEPT = 48  # characters of an address that is not broken
 LATE = 0.5  # of a worker's time to live: its heartbeat should have come twice by then
 
 ICONS = {"ok": "●", "warn": "▲", "bad": "■"}
@@ -99,6 +101,11 @@ def state(name: str) -> str:
     return f'<span class="ss-dot" style="background-color:{look.GROUP_COLOURS.get(name, look.GREY)}"></span>{esc(name)}'
 
 
+def staleness_of(state: str) -> str:
+    """Of a group in this state: what its staleness is of."""
+    return "staleness at the lease" if state in (GroupState.LEASED, GroupState.CONSUMED) else "staleness now"
+
+
 STATUS_MARKS = {"completed": "✓", "truncated": "✂", "failed": "✗", "aborted": "‖", "pending": "…"}
 
 
@@ -166,6 +173,11 @@ def _unescaped(piece: str) -> str:
         except ValueError:
             continue
     return piece
+
+
+def url(text: str) -> str:
+    """An address in one piece, as long as it is of usual length."""
+    return f'<span class="keep">{line(text, 80)}</span>' if len(text) <= KEPT else line(text, 80)
 
 
 def mark(level: str, text: str) -> str:

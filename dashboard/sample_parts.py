@@ -8,6 +8,7 @@ from samplestore.dashboard import look, parts, tokenview
 from samplestore.dashboard.look import line
 from samplestore.queries.trajectory import Trajectory
 from samplestore.run import Run
+from samplestore.words import amount
 
 MAX_BADGES = 24
 MAX_ROWS = 200
@@ -25,10 +26,10 @@ def summary(of: Run, t: Trajectory) -> str:
     facts = [
         ("status", look.esc(status) + (f" ({line(s['finish_reason'], 40)})" if s["finish_reason"] else "")),
         ("weights", versions),
-        ("staleness now", lag if s["n_loss_tokens"] else "no trained tokens"),
+        (parts.staleness_of(t.group["state"]), lag if s["n_loss_tokens"] else "no trained tokens"),
         ("reward", "–" if s["reward"] is None else f"{s['reward']:.3f}"),
-        ("prompt", f"{look.count(t.n_prompt)} tokens"),
-        ("response", f"{look.count(t.n_response)} tokens, {look.count(s['n_loss_tokens'])} trained on"),
+        ("prompt", amount(t.n_prompt, "token")),
+        ("response", f"{amount(t.n_response, 'token')}, {look.count(s['n_loss_tokens'])} trained on"),
         ("aborts, resumes", f"{s['n_aborts']}, {s['n_resumes']}"),
         ("group", f"{parts.link('group', str(t.group['number']), run=of.name, group=t.group['number'])}: "
                   f"{look.esc(t.group['state'])}"
@@ -48,9 +49,7 @@ def summary(of: Run, t: Trajectory) -> str:
     if s["error"]:
         extra += f'<div class="bad">■ {line(s["error"], 400)}</div>'
     if s["parent_upto"]:
-        extra += (
-            f'<div class="dim">It shares its first {look.count(s["parent_upto"])} tokens with another sample.</div>'
-        )
+        extra += f'<div class="dim">It shares its first {amount(s["parent_upto"], "token")} with another sample.</div>'
     return f'<div class="ss"><div class="ss-legend" style="font-size:.88rem">{made}</div>{extra}</div>'
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 import streamlit as st
 
+from samplestore.dashboard import find
 from samplestore.dashboard.readonly import ENV_DATABASE, ENV_TOKENIZER, open_read_only
 from samplestore.errors import DatabaseMissing, MissingExtra, RunNotFound, SampleStoreError, SchemaMismatch
 from samplestore.queries import (
@@ -117,11 +118,12 @@ class Aborts:
 @st.cache_data(ttl=FRESH_S, max_entries=16, show_spinner=False)
 def _aborts(url: str, run_id: int, since_s: float) -> Aborts:
     database = opened(url).database
+    over_time = abort_list.over_time(database, run_id, since_s)
+    looked_back_s = over_time["until"] - over_time["since"]  # of whole bars: everything on the page counts the same
     return Aborts(
-        aborts.read(database, run_id, since_s),
-        abort_list.over_time(database, run_id, since_s),
-        abort_list.resumed_after(database, run_id, since_s),
-    )
+        aborts.read(database, run_id, looked_back_s), over_time,
+        abort_list.resumed_after(database, run_id, looked_back_s),
+    )  # fmt: skip
 
 
 def interruptions(of: Run, since_s: float) -> Aborts:
@@ -176,6 +178,18 @@ def _lowest(url: str, run_id: int, group: int, index: int, life: int | None, n: 
 def least_likely(of: Run, found: trajectory.Trajectory) -> tuple[int, float] | None:
     where = (found.group["number"], found.sample["index"], found.incarnation, found.n_tokens)
     return _lowest(database_url(), of.id, *where)
+
+
+@st.cache_data(ttl=60.0, max_entries=64, show_spinner=False)
+def _hits(url: str, tokenizer_path: str, of: tuple[int, ...], wanted: str, _ids: Any, _decoder: Any) -> find.Hits:
+    return find.find(_ids, wanted, _decoder)
+
+
+def hits(of: Run, found: trajectory.Trajectory, wanted: str, decoder: Tokenizer | None) -> find.Hits:
+    """Where a text stands in a sample. Kept for the next window: a long response takes a second to decode."""
+    where = (of.id, found.group["number"], found.sample["index"], found.incarnation, found.n_tokens)
+    path = os.environ.get(ENV_TOKENIZER, "")
+    return _hits(database_url(), path, where, wanted, all_ids(of, found), decoder)
 
 
 def array_values(of: Run, found: trajectory.Trajectory, name: str) -> Any:

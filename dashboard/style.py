@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+RUN_CHOICE = "run-choice"  # key of its container
+CHART_PX = 230
+CHARTS = ("staleness", "aborts", "over_time", "rewards_chart")  # keys; their room is kept while they are loaded
+
 # light-dark() follows the color-scheme that Streamlit sets on the page, so one sheet serves both themes.
-CSS = """<style>
+_SHEET = """<style>
 .block-container, .stMainBlockContainer { padding-top: 4rem; padding-bottom: 3rem; max-width: 1500px; }
 .ss {
   --line: light-dark(#dfe2e8, #363b47); --soft: light-dark(#f6f7f9, #191c24); --dim: light-dark(#5b6270, #a3a9b6);
@@ -11,10 +15,10 @@ CSS = """<style>
   font-size: .875rem; line-height: 1.45;
 }
 .ss * { box-sizing: border-box; }
-.ss .dim { color: var(--dim); }
+.ss .dim, .ss.dim { color: var(--dim); }
 .ss .num { font-variant-numeric: tabular-nums; }
-.ss .ok { color: var(--ok); }
-.ss .warn { color: var(--warn); }
+.ss .ok, .ss.ok { color: var(--ok); }
+.ss .warn, .ss.warn { color: var(--warn); }
 .ss .bad { color: var(--bad); }
 .ss-head { display: flex; flex-wrap: wrap; gap: .2rem 1.4rem; align-items: baseline; }
 .ss-head .name { font-size: 1.45rem; font-weight: 650; letter-spacing: -.01em; overflow-wrap: anywhere; }
@@ -67,11 +71,13 @@ CSS = """<style>
   background-image: repeating-linear-gradient(45deg, rgba(255,255,255,.55) 0 2px, transparent 2px 4px);
 }
 .ss-list { margin: .2rem 0 0; padding-left: 1.2rem; }
+.ss ul.ss-list, .ss ul.ss-list li { font-size: .875rem; }
+.ss .keep { white-space: nowrap; }
 .ss code {
   background: var(--soft); border: 1px solid var(--line); border-radius: 3px; padding: 0 .3rem; font-size: .8rem;
 }
 .ss-scroll { overflow-x: auto; }
-.ss-table { min-width: min(100%, 34rem); max-width: 100%; border-collapse: collapse; font-size: .82rem; }
+.ss-table { width: 100%; border-collapse: collapse; font-size: .82rem; }
 .ss-table th {
   text-align: left; color: var(--dim); font-weight: 500; padding: .25rem .7rem .25rem 0;
   border-bottom: 1px solid var(--line); white-space: nowrap;
@@ -82,6 +88,7 @@ CSS = """<style>
 }
 .ss-table .r { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .ss-table .n { white-space: nowrap; }
+.ss-table .r + :not(.r) { padding-left: 1.1rem; }
 .ss-table tr.on td { background: var(--soft); font-weight: 600; }
 .ss a { color: light-dark(#0062a0, #79c3ff); }
 .ss-empty { border: 1px dashed var(--line); border-radius: .5rem; padding: .9rem 1rem; color: var(--dim); }
@@ -89,7 +96,9 @@ CSS = """<style>
   display: inline-block; padding: 0 .35rem; border-radius: 3px; border-bottom: 3px; font-weight: 600;
   white-space: nowrap;
 }
-.ss-table .cut { max-width: 21rem; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.ss-table .cut {
+  width: 99%; max-width: 0; min-width: 12rem; overflow: hidden; text-overflow: ellipsis; white-space: nowrap;
+}
 .ss-text {
   white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line); border-radius: .4rem;
   padding: .5rem .7rem; margin: .25rem 0; max-height: 24rem; overflow-y: auto; unicode-bidi: isolate; direction: ltr;
@@ -119,9 +128,17 @@ CSS = """<style>
   box-shadow: 0 -2px 0 light-dark(#b34700, #ff8a4c), 0 2px 0 light-dark(#b34700, #ff8a4c);
   font-weight: 700; opacity: 1; background-color: light-dark(#ffe2cc, #5a2c0c) !important;
 }
+.ss-tokens .hit { scroll-margin-top: 6rem; }
 .ss-tokens .part { color: var(--dim); font-size: .7em; }
 .ss-badge {
   font-size: .72rem; font-weight: 700; white-space: nowrap; padding: .05rem .35rem; margin: 0 .2rem;
   border-radius: 3px; border: 1px solid; font-family: "Source Sans", system-ui, sans-serif; user-select: none;
 }
+[data-testid="stButtonGroup"] button[role="radio"] { min-height: 2.5rem; }
+.st-key-run-choice { position: fixed; top: .65rem; right: 5rem; width: 17rem; z-index: 999991; }
+@media (max-width: 1000px) { .st-key-run-choice { position: static; } }
+.ss-facts .ss-dot { margin-left: .2rem; }
 </style>"""
+
+_CHARTS = ", ".join(f".st-key-{key}" for key in CHARTS)
+CSS = _SHEET.replace("</style>", f"{_CHARTS} {{ min-height: {CHART_PX}px; }}\n</style>")

@@ -7,13 +7,13 @@ from typing import Any
 import streamlit as st
 
 from samplestore import arrays
-from samplestore.dashboard import find, look, sample_parts, source, tokenview
+from samplestore.dashboard import look, sample_parts, source, tokenview
 from samplestore.errors import SampleStoreError
 from samplestore.queries.trajectory import Trajectory
 from samplestore.run import Run
+from samplestore.words import amount
 
 PAGE_TOKENS = 2000
-LINKS = 12  # hits that are listed
 LOWEST = "lowest"
 
 
@@ -69,18 +69,19 @@ def _marked(of: Run, t: Trajectory, wanted: str, decoder: Any) -> set[int]:
     if wanted == LOWEST + ":":
         lowest = source.least_likely(of, t)
         if lowest is None:
-            _say("No token of this response has a log-prob.")
+            _say(t, "No token of this response has a log-prob.")
             return set()
-        _say(f"The lowest log-prob is {lowest[1]:.3f}, of {_place(t, lowest[0])}: framed below.", [lowest[0]])
+        _say(t, f"The lowest log-prob is {lowest[1]:.3f}, of {_place(t, lowest[0])}", [lowest[0]])
         return {lowest[0]}
-    hits = find.find(source.all_ids(of, t), wanted, decoder)
+    hits = source.hits(of, t, wanted, decoder)
     if not hits.tokens:
         why = " Only id:NUMBER can be found without a tokenizer." if decoder is None and not hits.looked_at else ""
-        _say(f"Not found among {look.count(hits.looked_at)} tokens.{why}")
+        _say(t, f"Not found among {amount(hits.looked_at, 'token')}.{why}")
         return set()
-    of_all = "" if hits.looked_at >= t.n_tokens else f", in the first {look.count(hits.looked_at)} tokens"
+    of_all = "" if hits.looked_at >= t.n_tokens else f", in the first {amount(hits.looked_at, 'token')}"
     more = "more than " if hits.cut else ""
-    _say(f"Found {more}{len(hits.tokens)} times{of_all}; framed below.", [hit.start for hit in hits.tokens])
+    times = amount(len(hits.tokens), "time")
+    _say(t, f"Found {more}{times}{of_all}", [hit.start for hit in hits.tokens])
     return hits.positions
 
 
@@ -88,14 +89,28 @@ def _place(t: Trajectory, position: int) -> str:
     return f"prompt token {position}" if position < t.n_prompt else f"response token {position - t.n_prompt}"
 
 
-def _say(text: str, positions: list[int] | None = None) -> None:
+def _say(t: Trajectory, text: str, hits: list[int] | None = None) -> None:
+    """What was found, with the way to the next window that has some of it, and to the first place in this one."""
+    at = t.tokens.start // PAGE_TOKENS
+    windows = sorted({position // PAGE_TOKENS for position in hits or []})
+    before, after = [w for w in windows if w < at], [w for w in windows if w > at]
+    here = sum(position // PAGE_TOKENS == at for position in hits or [])
+    if here:
+        text += f"; {here} in this window, framed:" if windows != [at] else "; framed below:"
+        way = f' <a href="#{tokenview.HIT}" target="_self">go there</a>'
+    else:
+        text, way = text + ("; none in this window" if hits else ""), ""
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
-        st.html(f'<div class="ss">{look.line(text, 400)}</div>', width="content")
-        windows = sorted({p // PAGE_TOKENS for p in positions or []})
-        for window in windows[:LINKS] if len(windows) > 1 else []:
-            if st.button(f"at {look.count(window * PAGE_TOKENS)}", key=f"hits-{window}"):
-                st.query_params["at"] = str(window * PAGE_TOKENS)
-                st.rerun()
+        st.html(f'<div class="ss">{look.line(text, 400)}{way}</div>', width="content")
+        for label, window in (("◂ found earlier", before[-1:]), ("found later ▸", after[:1])):
+            if before or after:
+                _to_window(label, window[0] if window else None)
+
+
+def _to_window(label: str, window: int | None) -> None:
+    if st.button(label, disabled=window is None):
+        st.query_params["at"] = str((window or 0) * PAGE_TOKENS)
+        st.rerun()
 
 
 def _windows(t: Trajectory) -> None:
@@ -104,12 +119,10 @@ def _windows(t: Trajectory) -> None:
         return
     pages, at = -(-there // PAGE_TOKENS), t.tokens.start // PAGE_TOKENS
     with st.container(horizontal=True, vertical_alignment="center"):
-        if st.button("◂ earlier", disabled=at == 0):
-            st.query_params["at"] = str((at - 1) * PAGE_TOKENS)
-            st.rerun()
-        if st.button("later ▸", disabled=at + 1 >= pages):
-            st.query_params["at"] = str((at + 1) * PAGE_TOKENS)
-            st.rerun()
+        _to_window("◂◂ first", 0 if at else None)
+        _to_window("◂ earlier", at - 1 if at else None)
+        _to_window("later ▸", at + 1 if at + 1 < pages else None)
+        _to_window("last ▸▸", pages - 1 if at + 1 < pages else None)
         last = t.tokens.start + t.tokens.ids.size
         st.html(
             f'<div class="ss dim">tokens {look.count(t.tokens.start + 1)} to {look.count(last)} of '

@@ -16,6 +16,7 @@ BY_DIFFERENCE = "trainer − rollout"  # log-probs
 ALWAYS = (BY_VERSION, BY_LOGPROB, BY_STALENESS, BY_SEGMENT, BY_LOSS)
 LAG_COLOURS = (look.GREEN, look.SKY, look.YELLOW, look.ORANGE, look.VERMILLION)  # 0, 1, 2, 3, more behind
 MAX_PENDING = 4  # a character of UTF-8 has up to four bytes, so more pending tokens are no unfinished character
+HIT = "found"  # id of the first marked token, to go to
 MAX_PIECE = 300  # characters of one token that are drawn
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -82,7 +83,7 @@ def render(
     marked: Collection[int] = (),
 ) -> str:  # fmt: skip
     """The window's tokens as one HTML block, class `ss-tokens`, a span of class `t` for each token; those at positions
-    `marked` have class `hit` too."""
+    `marked` have class `hit` too, and the first of them the id HIT."""
     window = trajectory.tokens
     ids = window.ids.tolist()
     if not ids:
@@ -90,6 +91,7 @@ def render(
     texts = None if decoder is None else pieces(decoder, window.before.tolist(), ids, window.after.tolist())
     find = _finder(trajectory.spans)
     paint = _painter(trajectory, colour_by, shades or Shades())
+    first = min((p for p in marked if p >= window.start), default=None)
     html: list[str] = []
     previous: _Place | None = None
     for offset, (id, logprob) in enumerate(zip(ids, window.logprobs.tolist(), strict=True)):
@@ -98,8 +100,8 @@ def render(
         html.append(_boundary(previous, place, first=offset == 0))
         text = f"{id} " if texts is None else texts[offset]
         style, said = paint(place.span, offset, logprob)
-        hit = position in marked
-        html.append(_token(id, position, logprob, place, text, style, said, trajectory.n_prompt, hit))
+        mark = "" if position not in marked else HIT if position == first else "hit"
+        html.append(_token(id, position, logprob, place, text, style, said, trajectory.n_prompt, mark))
         previous = place
     return f'<div class="ss"><div class="ss-tokens" role="region" aria-label="Tokens">{"".join(html)}</div></div>'
 
@@ -173,7 +175,7 @@ def _painter(t: Trajectory, by: str, shades: Shades) -> Paint:
 
 def _token(
     id: int, position: int, logprob: float, place: _Place, text: str | None, style: str, said: str, n_prompt: int,
-    hit: bool,
+    mark: str,
 ) -> str:  # fmt: skip
     span = place.span
     title = f"id {id} · " + (f"prompt token {position}" if span is None else f"response token {position - n_prompt}")
@@ -184,7 +186,7 @@ def _token(
         title += f" · {_label(place)} · log-prob {'not stored' if math.isnan(logprob) else f'{logprob:.3f}'}" + said
         if not span.loss:
             classes, title = "t m", title + " · not trained on (loss mask 0)"
-    if hit:
+    if mark:
         classes += " hit"
     if text is None:
         shown = '<span class="part" aria-label="part of a character">·</span>'
@@ -192,7 +194,8 @@ def _token(
     else:
         shown = look.esc(look.visible(text, MAX_PIECE)) or '<span class="part">∅</span>'
     styled = f' style="{style}"' if style else ""
-    return f'<span class="{classes}"{styled} title="{look.esc(title)}">{shown}</span>'
+    named = f' id="{HIT}"' if mark == HIT else ""
+    return f'<span class="{classes}"{named}{styled} title="{look.esc(title)}">{shown}</span>'
 
 
 def _logprob_style(logprob: float) -> str:

@@ -139,8 +139,8 @@ def _show(of: Run, name: tuple[int, int, int | None], head: Any) -> None:
         _conversation(of, found)
     else:
         token_page.show(of, found, evidence.arrays)
-    st.html(parts.section("Reward", "what its stages said", parts.stages(evidence.stages)))
     left, right = st.columns([1.5, 1], gap="large")
+    left.html(parts.section("Reward", "what its stages said", parts.stages(evidence.stages)))
     left.html(sample_parts.segments(found))
     right.html(sample_parts.events(found))
     if evidence.calls:

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,6 +14,9 @@ from tests.support import demo_data
 from tests.support.demo_data import Demo
 from tests.support.postgres import Databases
 from tests.support.processes import in_ci
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 CHROMIUM = os.environ.get("SAMPLESTORE_TEST_CHROMIUM", "/usr/bin/chromium")
 
@@ -50,3 +54,23 @@ def chromium() -> str:
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
     return CHROMIUM
+
+
+@pytest.fixture
+def browser(chromium: str) -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    from tests.dashboard.browsing import FLAGS
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="session")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where screenshots lie."""
+    folder = Path(os.environ.get("SAMPLESTORE_TEST_ARTIFACTS") or tmp_path_factory.mktemp("screenshots"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

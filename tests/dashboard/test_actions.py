@@ -124,7 +124,7 @@ def test_what_was_seen_is_dropped_and_not_what_came_since(
         run.drop([f.group_id(run, 0)], "makes room")
         assert run.admit() == 1
         st.cache_data.clear()
-        next(b for b in at.button if b.label == "Drop 1 groups shown above").click().run()
+        next(b for b in at.button if b.label == "Drop 1 group shown above").click().run()
         assert f.states(run) == ["dropped", "dropped", "open"], "group 1 was shown, group 2 never"
 
 

@@ -71,7 +71,7 @@ def test_overview_shows_what_the_database_holds(demo: Demo, monkeypatch: pytest.
         assert f"{name} {n}" in shown
     assert f"{held} of them in flight" in shown
     assert "weights v4" in shown and "running" in shown and demo.run in shown
-    assert "1 of 3 engines do not serve v4 yet" in shown
+    assert "1 of 3 engines does not serve v4 yet" in shown
     assert len(at.get("vega_lite_chart")) == 2
     spec = "".join(str(chart.proto) for chart in at.get("vega_lite_chart"))
     assert f"release: weight update: {released}" in spec
@@ -170,7 +170,7 @@ def test_another_run_can_be_chosen(db_url: str, monkeypatch: pytest.MonkeyPatch)
     at = start(monkeypatch, db_url).run()
     assert "newer running" in text(at)
     at.query_params["sample"] = "3/1"
-    at.sidebar.selectbox[0].set_value("older").run()
+    at.selectbox[0].set_value("older").run()
     assert "older running" in text(at)
     assert at.query_params["run"] in ("older", ["older"]) and "sample" not in at.query_params
 
@@ -200,7 +200,7 @@ def test_tokens_of_an_unknown_version_stay_unknown(db_url: str, monkeypatch: pyt
     at = trajectory(start(monkeypatch, db_url), sample="0/0")
     assert "staleness now unknown" in text(at) and "v? ▸" in html(at)
     overview = text(start(monkeypatch, db_url).run())
-    assert "1 groups have tokens of an unknown weight version" in overview
+    assert "1 group has tokens of an unknown weight version" in overview
 
 
 def test_another_schema_is_told_with_the_command(

@@ -5,111 +5,26 @@ Screenshots lie in SAMPLESTORE_TEST_ARTIFACTS, or in pytest's temporary folder.
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
+from tests.dashboard.browsing import WAIT_MS, serving, watch
 from tests.support.demo_data import Demo
-from tests.support.processes import Processes, free_port
 
 pytestmark = pytest.mark.browser
-
-RUN = "import typer; from samplestore.dashboard.command import dashboard; typer.run(dashboard)"
-FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
-WAIT_MS = 60_000
-# Streamlit looks for its server below the page's own path first, and at the root when that answers 404.
-PROBES = ("/_stcore/health", "/_stcore/host-config")
 
 
 @pytest.fixture(scope="module")
 def address(chromium: str, demo_sqlite: Demo, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of `samplestore dashboard` on the demo."""
-    running, port = Processes(tmp_path_factory.mktemp("dashboard_logs")), free_port()
-    args = ["--db", demo_sqlite.url, "--port", str(port), "--tokenizer", str(demo_sqlite.tokenizer)]
-    server = running.start([sys.executable, "-c", RUN, *args], name="dashboard")
-
-    def healthy() -> bool:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
-    try:
-        server.wait_for(healthy, what="it answers", timeout=90)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        running.close()
-
-
-@pytest.fixture
-def browser(chromium: str) -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield started
-        started.close()
-
-
-@pytest.fixture(scope="session")
-def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = Path(os.environ.get("SAMPLESTORE_TEST_ARTIFACTS") or tmp_path_factory.mktemp("screenshots"))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-@dataclass
-class Watched:
-    """A page, and all that must not happen on it."""
-
-    page: Page
-    dialogs: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-    hosts: set[str] = field(default_factory=set)
-
-    def check(self, address: str) -> None:
-        assert self.dialogs == []
-        assert self.errors == []
-        assert self.hosts <= {urlsplit(address).netloc}
-        assert self.page.evaluate("window.pwned === undefined")
-
-
-def watch(browser: Browser, theme: Any = "light", height: int = 1000) -> Watched:
-    page = browser.new_page(viewport={"width": 1360, "height": height}, color_scheme=theme)
-    page.set_default_timeout(WAIT_MS)
-    watched = Watched(page)
-
-    def dialog(opened: Any) -> None:
-        watched.dialogs.append(opened.message)
-        opened.dismiss()
-
-    def console(message: Any) -> None:
-        if message.type == "error" and not message.location.get("url", "").endswith(PROBES):
-            watched.errors.append(f"{message.text} {message.location}")
-
-    page.on("dialog", dialog)
-    page.on("console", console)
-    page.on("pageerror", lambda error: watched.errors.append(str(error)))
-    page.on(
-        "request", lambda request: watched.hosts.add(urlsplit(request.url).netloc) if _remote(request.url) else None
-    )
-    page.on("websocket", lambda socket: watched.hosts.add(urlsplit(socket.url).netloc))
-    return watched
-
-
-def _remote(url: str) -> bool:
-    return urlsplit(url).scheme not in ("data", "blob", "about")
+    logs = tmp_path_factory.mktemp("dashboard_logs")
+    with serving(logs, "--db", demo_sqlite.url, "--tokenizer", str(demo_sqlite.tokenizer)) as at:
+        yield at
 
 
 def generated(page: Page) -> Any:
@@ -122,7 +37,7 @@ def test_the_overview_answers_on_the_first_screen(browser: Browser, address: str
     watched = watch(browser, theme, height=760)
     page = watched.page
     page.goto(address)
-    expect(page.locator(".ss-verdict")).to_contain_text("1 of 3 engines do not serve v4 yet", timeout=WAIT_MS)
+    expect(page.locator(".ss-verdict")).to_contain_text("1 of 3 engines does not serve v4 yet", timeout=WAIT_MS)
     expect(page.locator(".ss-card")).to_have_count(6)
     expect(page.locator('[data-testid="stVegaLiteChart"] svg, [data-testid="stVegaLiteChart"] canvas')).to_have_count(2)
     for seen in (".ss-verdict", ".ss-cards", ".ss-bar.tall"):
@@ -226,6 +141,21 @@ def test_every_page_is_drawn(browser: Browser, address: str, artifacts: Path, th
         wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert wide <= 0, f"{name} is wider than the window"
         page.screenshot(path=artifacts / f"{name.split()[0].lower()}-{theme}.png", full_page=True)
+    watched.check(address)
+
+
+def test_no_choice_is_cut_in_a_narrow_window(browser: Browser, address: str) -> None:
+    watched = watch(browser, width=1280)
+    page = watched.page
+    for name in ("", "aborts", "fleet"):
+        page.goto(f"{address}/{name}")
+        last = page.get_by_role("radio", name="Paused")
+        expect(last).to_be_visible(timeout=WAIT_MS)
+        box = last.bounding_box()
+        assert box is not None
+        there = [box["x"] + box["width"] - 3, box["y"] + box["height"] / 2]
+        seen = "([x, y]) => document.elementFromPoint(x, y)?.closest('[role=radio]')?.innerText"
+        assert page.evaluate(seen, there) == "Paused", name
     watched.check(address)
 
 

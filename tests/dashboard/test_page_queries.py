@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import numpy as np
 import pytest
 import sqlalchemy as sa
 
+from samplestore.dashboard import charts
 from samplestore.dashboard.readonly import open_read_only
 from samplestore.errors import InvalidSetting
 from samplestore.models import Event, SampleGroup
@@ -23,6 +25,7 @@ from samplestore.queries import (
     sample_page,
     trajectory,
 )
+from samplestore.queries.events import Follower
 from samplestore.queries.group_list import GroupFilter
 from samplestore.run import Run
 from samplestore.store import Store
@@ -73,7 +76,6 @@ def test_pages_of_groups_hold_each_group_once(opened: tuple[Store, Run]) -> None
         (GroupFilter(zero_std=True), lambda r: r.reward_std == 0),
         (GroupFilter(zero_std=False, states=("ready",)), lambda r: (r.reward_std or 0) > 0 and r.state == "ready"),
         (GroupFilter(reward_min=0.5, reward_max=0.75), lambda r: r.reward_mean in (0.5, 0.75)),
-        (GroupFilter(staleness_min=2, staleness_max=3), lambda r: r.oldest_version in (1, 2)),
         (GroupFilter(dataset="nowhere"), lambda r: False),
         (GroupFilter(until=0.0), lambda r: False),
         (GroupFilter(since=1.0, zero_std=True), lambda r: r.reward_std == 0),
@@ -187,6 +189,26 @@ def test_aborts_over_time_add_up(opened: tuple[Store, Run]) -> None:
     assert told["bars"] == [] and told["publishes"] == []
 
 
+def test_bars_stand_still_while_the_clock_goes_on(opened: tuple[Store, Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event is in the same bar at every look, until it leaves on the left."""
+    store, run = opened
+    span = 4800.0  # a bar is 100 s
+    with store.database.reading() as c:
+        last = float(c.execute(sa.select(sa.func.max(Event.at))).scalar_one())
+    now = last // 100.0 * 100.0 + 250.0
+    seen = []
+    for later in (1.0, 7.0, 49.0, 51.0, 99.0, 260.0):
+        monkeypatch.setattr(abort_list, "db_now", lambda at=now + later: sa.literal(at, sa.Double))
+        told = abort_list.over_time(store.database, run.id, span)
+        assert told["since"] == (now + later - span) // 100.0 * 100.0 and told["until"] == now + later
+        seen.append(told["bars"])
+        chart = charts.over_time(told).to_dict()
+        ends = chart["layer"][0]["encoding"]["x"]["scale"]["domain"]
+        first, last = (datetime.fromisoformat(f"{end}+00:00").timestamp() for end in ends)
+        assert first == told["since"] and last % 100.0 == 0.0 and last >= now + later > last - 100.0
+    assert seen[0] and all(bars == seen[0] for bars in seen)
+
+
 def test_pages_of_aborts_hold_each_once(opened: tuple[Store, Run]) -> None:
     store, run = opened
     seen: list[int] = []
@@ -288,3 +310,14 @@ def test_the_guard_can_fail(demo_sqlite: Demo) -> None:
         c.execute(sa.text("SELECT sum(reward) FROM sample")).scalar()
     assert reading.whole_tables()
     store.database.reader.dispose()
+
+
+@pytest.mark.parametrize("kinds", [(), ("publish", "nothing"), ("release", "abort")])
+def test_the_newest_events_are_those_of_all_kinds(kinds: tuple[str, ...], opened: tuple[Store, Run]) -> None:
+    store, run = opened
+    with store.database.reading() as c:
+        query = sa.select(Event.id).where(Event.run_id == run.id).order_by(Event.id.desc())
+        ids = list(c.execute(query.where(Event.kind.in_(kinds)) if kinds else query).scalars())
+    for size in (3, 40, 1000):
+        assert [e["id"] for e in Follower(store.database, run.id, kinds).newest(size)] == ids[:size][::-1]
+    assert Follower(store.database, 10**6, kinds).newest(5) == []

@@ -13,6 +13,7 @@ from streamlit.testing.v1 import AppTest
 
 import samplestore
 from samplestore.dashboard import overview_source, source, tokenview
+from samplestore.dashboard.readonly import open_read_only
 from samplestore.queries import fleet, group_list
 from tests.dashboard.test_app import fresh_caches, html, page, start, text, trajectory
 from tests.support import factory as f
@@ -151,7 +152,7 @@ def test_a_text_is_found(demo_sqlite: Demo, monkeypatch: pytest.MonkeyPatch) -> 
     at = trajectory(start(monkeypatch, demo_sqlite.url, demo_sqlite.tokenizer), sample=name, find="CALCULATOR says")
     block = next(str(e.value) for e in at.html if 'class="ss-tokens"' in str(e.value))
     marked = "".join(re.sub("<[^>]+>", "", s) for s in re.findall(r'<span class="t hit".*?</span>', block))
-    assert "calculator says" in marked and "Found 1 times" in text(at)
+    assert "calculator says" in marked and "Found 1 time; framed below: go there" in text(at)
     at.text_input(key="find").set_value("nowhere to be found").run()
     assert "Not found among" in text(at) and '"t hit' not in html(at)
     next(b for b in at.button if b.label == "Lowest log-prob").click().run()
@@ -164,7 +165,7 @@ def test_without_a_tokenizer_ids_are_found(demo_sqlite: Demo, monkeypatch: pytes
     id = demo_sqlite.responses[demo_sqlite.spanning][5]
     name = "/".join(map(str, demo_sqlite.spanning))
     at = trajectory(start(monkeypatch, demo_sqlite.url), sample=name, find=f"id:{id}")
-    assert re.search(r"Found \d+ times", text(at)) and 'class="t hit"' in html(at)
+    assert re.search(r"Found \d+ times?", text(at)) and 'class="t hit"' in html(at)
     at.text_input(key="find").set_value("words").run()
     assert "Only id:NUMBER can be found" in text(at)
 
@@ -204,8 +205,40 @@ def test_silent_workers_and_failed_engines(db_url: str, monkeypatch: pytest.Monk
     shown = text(page(at, "fleet"))
     assert "1 of them silent" in shown and "■" in shown and "<script>" not in html(at)
     shown = text(at.switch_page("page_overview.py").run())
-    assert shown.index("workers stopped sending heartbeats") < shown.index("no batch yet"), "alarms first"
-    assert "1 of 1 engines failed" in shown and "samplestore reap --run sick" in shown
+    assert shown.index("stopped sending heartbeats") < shown.index("no batch yet"), "alarms first"
+    assert "1 of 1 engine failed" in shown and "samplestore reap --run sick" in shown
+
+
+def test_lists_are_turned_over_to_their_end(demo_sqlite: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samplestore.dashboard.batches.ROWS", 2)
+    at = page(start(monkeypatch, demo_sqlite.url), "batches")
+    seen = []
+    while True:
+        seen += [int(n) for n in re.findall(r"batch=(\d+)", html(at))]
+        older = next(b for b in at.button if b.label == "Older ▸")
+        if older.disabled:
+            break
+        older.click().run()
+    assert seen == [3, 2, 1] and "after" in at.query_params
+    next(b for b in at.button if b.label == "◂ Newest").click().run()
+    assert "after" not in at.query_params and "batch=3" in html(at)
+    monkeypatch.setattr("samplestore.dashboard.batches.ROWS", 40)
+    assert not at.run().button, "one page needs no buttons"
+
+
+def test_the_newest_group_has_none_after_it(demo_sqlite: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = len(demo_groups(demo_sqlite)) - 1
+    at = page(start(monkeypatch, demo_sqlite.url), "group", group=str(newest))
+    assert {b.label: b.disabled for b in at.button} == {"◂ group before": False, "group after ▸": True}
+    assert f"Group {newest}" in text(at)
+
+
+def demo_groups(demo: Demo) -> list[int]:
+    store = open_read_only(demo.url)
+    with store.database.reading() as c:
+        found = list(c.execute(sa.text("SELECT number FROM sample_group ORDER BY number")).scalars())
+    store.database.reader.dispose()
+    return found
 
 
 def test_a_batch_opens_its_groups(demo_sqlite: Demo, monkeypatch: pytest.MonkeyPatch) -> None:

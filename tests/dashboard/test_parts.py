@@ -83,7 +83,7 @@ def test_turns_join_what_one_side_says() -> None:
 
 def test_a_turn_that_is_cut_says_so() -> None:
     html = conversation.html(trajectory([span(0, 2, 3)]), ids(60, 62, 60), Bytes())
-    assert "&lt;&gt;" in html and "only the first 1 tokens are shown" in html
+    assert "&lt;&gt;" in html and "only the first 1 of them are shown" in html
 
 
 def test_ids_that_are_cut_say_so() -> None:
@@ -126,6 +126,22 @@ def test_the_life_of_a_sample_is_in_order() -> None:
         "★ reward<b> 1", "leased for step 7", "step 7 committed",
     ]  # fmt: skip
     assert "<b>1" not in lane.html(t, evidence) and "reward&lt;b&gt;" in lane.html(t, evidence)
+
+
+def test_a_request_took_as_long_as_its_engine_call() -> None:
+    """The first tokens of it are stored later than it began; what comes after them is of the same request."""
+    first, second = span(0, 2, 3, at=4.0), span(1, 5, 3, version=2, at=6.0)
+    call = {"rid": "r", "started_at": 1.5}
+    told = lane.steps(trajectory([first, second]), Evidence([], [call], [], [], []))
+    assert [(s.at, s.until) for s in told if s.text.startswith("▶")] == [(1.5, 4.0), (6.0, 6.0)]
+
+
+def test_a_place_to_go_to_is_the_first_marked_token_of_the_window() -> None:
+    t = trajectory([span(0, 2, 3)])
+    html = tokenview.render(t, None, marked={0, 3, 4})
+    assert html.count('"t hit"') + html.count('"t p hit"') == 3
+    assert html.count(f'id="{tokenview.HIT}"') == 1 and html.index('id="found"') < html.index("response token 0")
+    assert 'id="' not in tokenview.render(t, None)
 
 
 def test_signed_differences_have_two_hues_and_missing_ones_none() -> None:
@@ -186,6 +202,18 @@ def test_alarms_come_first_and_hints_are_no_alarm() -> None:
     assert [a.text for a in gone] == ["no rollout worker is connected", "6 of 10 settled groups were thrown away"]
 
 
+def test_who_ended_with_an_error_and_was_not_replaced_is_an_alarm() -> None:
+    live = {"id": 9, "kind": "rollout", "name": "w9", "state": "live", "heartbeat_age_s": 1.0, "ttl_s": 30.0}
+    old = {"id": 2, "kind": "trainer", "name": "t2", "state": "gone", "error": "out of memory"}
+    new = {**old, "id": 5, "name": "t5", "error": "loss is NaN"}
+    (told,) = advisories.of(overview(workers=[live, old, new]))
+    assert told.level == "bad" and told.text == "no trainer is left; the last one, t5, ended with: loss is NaN"
+    left_in_order = {**new, "id": 6, "error": None}
+    again = {**live, "id": 7, "kind": "trainer"}
+    for others in ([left_in_order], [again], [{**old, "kind": "rollout", "error": "x"}, left_in_order]):
+        assert advisories.of(overview(workers=[live, old, new, *others])) == []
+
+
 def test_a_runs_name_is_quoted_in_what_to_type() -> None:
     told = advisories.of(overview(run="a b$(id)", workers=[], state="paused"))
     assert [a.command for a in told] == [
@@ -235,7 +263,7 @@ def test_bars_over_time_are_stacked_and_weights_drawn() -> None:
     }  # fmt: skip
     spec = charts.over_time(told).to_dict()
     rows = [r for data in spec["datasets"].values() for r in data]
-    assert [(r["reason"], r["low"], r["high"]) for r in rows if "low" in r] == [("fail", 0, 3), ("abort: <b>", 3, 5)]
+    assert [(r["reason"], r["low"], r["high"]) for r in rows if "low" in r] == [("abort: <b>", 0, 2), ("fail", 2, 5)]
     assert [r["weights"] for r in rows if "weights" in r] == ["v7"]
     assert charts.over_time({**told, "publishes": []}).to_dict()["mark"]["type"] == "rect"
 
