@@ -12,6 +12,7 @@ import uuid as uuids
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import sqlalchemy as sa
@@ -145,11 +146,11 @@ class Copy:
         if there is not None and Hidden.parse(there.name) is None:  # a repetition: the acknowledgement was lost
             return there.name, None if self.step is None else there.current_version
         self.owner.beat(tx)
-        name = self.name
-        if verbs.is_taken(tx, name):
-            if not self.whole:
-                raise InvalidSetting("as", name, "the name of a run that is not there yet. See: samplestore runs")
-            name = f"{self.source.name}-{self.uuid[:8]}"
+        if not self.whole and verbs.is_taken(tx, self.name):
+            raise InvalidSetting("as", self.name, "the name of a run that is not there yet. See: samplestore runs")
+        behind = f"{self.name}-{self.uuid[:8]}"
+        names = chain((self.name, behind), (f"{behind}-{n}" for n in count(2)))
+        name = next(each for each in names if not verbs.is_taken(tx, each))
         self.owner.end(tx)
         verbs.renew_line(tx, line)
         verbs.finish(tx, {**values, "name": name}, details)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid as uuids
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 import sqlalchemy as sa
 
@@ -38,11 +39,12 @@ class MergeRefused(SampleStoreError):
 
 
 def merge(target: Store, source: str | Path, progress: Progress | None = None) -> list[Copied]:
-    """All runs of another database into this one, known by their uuids: what is there already is left alone. A name
-    that another run has gets the beginning of the uuid behind it. An unfinished merge goes on, or begins anew where the
-    source went on since then. Raises DatabaseMissing, SchemaMismatch, RunInUse for a source whose workers are alive,
-    MergeRefused for one that is damaged or went on after it was merged, SourceMoved for one that goes on meanwhile,
-    CopyBusy while somebody else merges it, CopyLost where somebody else has taken it over."""
+    """All runs of another database into this one, known by their uuids: what is there already is left alone. All are
+    looked through before the first is copied. A name that another run has gets the beginning of the uuid behind it. An
+    unfinished merge goes on, or begins anew where the source went on since then. Raises DatabaseMissing,
+    SchemaMismatch, RunInUse for a source whose workers are alive, MergeRefused for one that is damaged, went on
+    after it was merged or is the target itself, SourceMoved for one that goes on meanwhile, CopyBusy while somebody
+    else merges it, CopyLost where somebody else has taken it over."""
     with open_store(str(source), create=False) as other:
         shown = mask(str(source))
         if _same_file(target, other):
@@ -53,12 +55,14 @@ def merge(target: Store, source: str | Path, progress: Progress | None = None) -
             raise MergeRefused(shown, f"has a copy that is not finished, of run {hidden[0].name!r}", cure)
         for run in runs:
             _sound(run, shown)
+            if (there := _whole(target, run)) is not None:
+                _there_already(there, run, shown)
         return [_merge_run(target, run, shown, progress) for run in runs]
 
 
 def _same_file(one: Store, other: Store) -> bool:
     both = one.database.is_sqlite and other.database.is_sqlite
-    return both and one.database.path.resolve() == other.database.path.resolve()
+    return both and one.database.path.samefile(other.database.path)
 
 
 def _sound(run: Run, shown: str) -> None:
@@ -68,7 +72,7 @@ def _sound(run: Run, shown: str) -> None:
         raise RunInUse(f"run {run.name!r} of {shown}", live)
     findings = [f for f in run.check() if f.code not in OWNER_GONE]
     if findings:
-        cure = f"Look at it with: samplestore check --db {shown} --run {run.name}"
+        cure = f"Look at it with: samplestore check --db {quote(shown)} --run {quote(run.name)}"
         raise MergeRefused(shown, f"run {run.name!r} breaks a promise: {findings[0].message}", cure)
 
 
@@ -88,17 +92,18 @@ def _whole(target: Store, source: Run) -> Run | None:
 
 
 def _there_already(found: Run, source: Run, shown: str) -> Copied:
-    """A repetition. What happened in the source after it was merged would not be known here."""
-    query = (
-        sa.select(event.c.details)
-        .where(event.c.run_id == found.id, event.c.kind == verbs.COPIED)
-        .order_by(event.c.at.desc(), event.c.id.desc())
-    )
+    """A repetition. What happened in the source after it was merged would not be known here. It may have come by way of
+    other databases: each of them left an event."""
+    query = sa.select(event.c.details).where(event.c.run_id == found.id, event.c.kind == verbs.COPIED)
     told = found.database.read(lambda c: [row.details or {} for row in c.execute(query)])
-    stood_at = next((d["stood_at"] for d in told if "stood_at" in d), None)
+    stood_at = [details["stood_at"] for details in told if "stood_at" in details]
+    if not stood_at:
+        why = f"run {source.name!r} is in the target already, and came there by no merge: both are one, or copies"
+        raise MergeRefused(shown, why, "Name other databases: samplestore merge TARGET SOURCE...")
     now = source.database.read(lambda c: stands_at(c, source.id))
-    if stood_at != now:
-        cure = f"Bring its samples with: samplestore export {source.name} --db {shown} --to DIR, and samplestore import"
+    if now not in stood_at:
+        of = f"--run {quote(source.name)} --db {quote(shown)}"
+        cure = f"Bring its samples with: samplestore export {of} --to DIR, and samplestore import DIR"
         raise MergeRefused(shown, f"run {source.name!r} went on after it was merged", cure)
     return Copied(found.name, found.uuid, 0, now[0], 0, 0)
 
@@ -116,7 +121,7 @@ def fork(store: Store, run: str, step: int, name: str, progress: Progress | None
     copy = Copy(source, store, str(uuids.uuid4()), name, progress=progress, whole=False, step=step)
     done = copy.run({"forked_from": source.uuid, "forked_run": source.name, "step": step})
     if done is None:
-        raise InvalidSetting("as", name, "the name of a run that is not there yet. See: samplestore runs")
+        raise InvalidSetting("name", name, "the name of a run that is not there yet. See: samplestore runs")
     drop_unfinished(store)
     return done
 

@@ -1,7 +1,7 @@
 """What an export leaves on the disk: Parquet by step, JSON lines, or slime's debug rollouts, and a manifest.
 
-Everything is written under another name beside its place, and gets its own when all of it is there: who reads the
-place finds the whole export or none. The same rows give the same bytes.
+Everything is written under another name beside its place, and gets its own when all of it is there and the place is
+still free: who reads the place finds the whole export or none. The same rows give the same bytes.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ import base64
 import gzip
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from samplestore import faults
 from samplestore.errors import InvalidSetting
 from samplestore.portable import exports, parquet, replaced, slime_files
 from samplestore.portable.exports import Part, Selection
@@ -34,6 +37,7 @@ FORMATS = ("parquet", "jsonl", "slime")
 PART_ROWS = 50_000  # of a Parquet file
 
 Progress = Callable[[int, int], None]  # groups done, of how many
+Free = Callable[[Path], None]  # raises ExportExists unless this may be written
 
 
 @dataclass(slots=True)
@@ -73,20 +77,33 @@ def export(
         targets = [slime_files.path_of(str(to), part.step or 0) for part in found]
     else:
         targets = [Path(to)]
+    typed = _typed(run, to, format, selection, tokenizer)
+    free = partial(replaced.require_free, format=format, force=force, database=run.database, command=typed)
     for target in targets:
-        replaced.require_free(target, format, force, run.database)
+        free(target)
     done = Exported(format, [str(t) for t in targets], steps=[p.step for p in found if p.step is not None])
     rows = _Rows(run, selection, tokenizer, done, sum(len(p.groups) for p in found), progress)
     if format == "parquet":
-        _parquet(targets[0], found, rows)
+        _parquet(targets[0], found, rows, free)
     elif format == "jsonl":
-        _jsonl(targets[0], found, rows)
+        _jsonl(targets[0], found, rows, free)
     else:
         torch = slime_files.torch_module()
         for target, part in zip(targets, found, strict=True):
-            with placed(target) as path:
+            with placed(target, free=free) as [path]:
                 slime_files.write(path, part.step or 0, (to_slime(one, torch=torch) for one in rows.of(part)))
     return done
+
+
+def _typed(run: Transactor, to: str | Path, format: str, wanted: Selection, tokenizer: Tokenizer | None) -> str:
+    """The command that writes the same."""
+    given = [("--run", run.name), ("--db", run.database.shown_url), ("--to", str(to)), ("--format", format)]
+    if wanted.steps is not None:
+        given.append(("--steps", "{}:{}".format(*wanted.steps)))
+    given += [("--status", status) for status in wanted.statuses] + [("--arrays", name) for name in wanted.arrays]
+    if tokenizer is not None:
+        given.append(("--tokenizer", tokenizer.source))
+    return shlex.join(["samplestore", "export", *(word for pair in given for word in pair)])
 
 
 @dataclass(slots=True)
@@ -126,9 +143,9 @@ class _Rows:
             self.progress(self.passed, self.total)
 
 
-def _parquet(target: Path, found: list[Part], rows: _Rows) -> None:
+def _parquet(target: Path, found: list[Part], rows: _Rows, free: Free) -> None:
     files = []
-    with placed(target) as folder:
+    with placed(target, free=free) as [folder]:
         folder.mkdir()
         for part in found:
             inside = folder / f"step={'none' if part.step is None else part.step}"
@@ -148,8 +165,8 @@ def _chain(first: dict[str, Any], rest: Iterable[dict[str, Any]]) -> Iterator[di
     yield from rest
 
 
-def _jsonl(target: Path, found: list[Part], rows: _Rows) -> None:
-    with placed(target) as path, placed(manifest_of(target)) as beside:
+def _jsonl(target: Path, found: list[Part], rows: _Rows, free: Free) -> None:
+    with placed(target, manifest_of(target), free=free) as [path, beside]:
         with path.open("wb") as raw:
             # no name and no time in the header: the same rows are the same bytes
             out: Any = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if target.suffix == ".gz" else raw
@@ -180,18 +197,23 @@ def _write_manifest(path: Path, told: dict[str, Any]) -> None:
 
 
 @contextmanager
-def placed(target: Path) -> Iterator[Path]:
-    """A path to write a file or folder under; it gets its name at the end, and is gone if there is an error. What
-    stood there is replaced. Raises OSError."""
+def placed(target: Path, *beside: Path, free: Free) -> Iterator[list[Path]]:
+    """Paths to write a file or folder under, and files that lie beside it; they get their names at the end, and are
+    gone if there is an error. What stood there is replaced, if `free` still allows it: an export takes hours, and
+    somebody may have put something there. Raises OSError, ExportExists."""
     target.parent.mkdir(parents=True, exist_ok=True)
     room = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-    made, before = room / target.name, room / "before"
+    made, before = [room / path.name for path in (target, *beside)], room / "before"
     try:
         yield made
-        _to_disk(made)
+        for path in made:
+            _to_disk(path)
+        faults.reached("exporting")
+        free(target)
         if target.is_dir():  # a folder can't be replaced in one step
             target.rename(before)
-        os.replace(made, target)
+        for path in reversed(made):
+            os.replace(path, target.with_name(path.name))
     finally:
         if before.exists() and not target.exists():  # whatever came between the two, a Ctrl-C too
             before.rename(target)

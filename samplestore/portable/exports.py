@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,14 +57,16 @@ class NothingToExport(SampleStoreError):
     def __init__(self, run: str, what: str) -> None:
         self.run, self.what = run, what
         super().__init__(
-            f"run {run!r} has {what}. Nothing was written. See what there is with: samplestore status --run {run}"
+            f"run {run!r} has {what}. Nothing was written. See what there is with: samplestore status --run "
+            f"{quote(run)}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What to export. steps: first and last committed step, None is all groups of the run, whatever became of them;
-    statuses: of samples, empty is any; arrays: names, or ("all",); named arrays are left out otherwise."""
+    statuses: of samples, empty is any; the parent of a fork that is chosen comes along; arrays: names, or ("all",);
+    named arrays are left out otherwise."""
 
     steps: tuple[int, int] | None = None
     statuses: tuple[str, ...] = ()
@@ -133,7 +136,9 @@ def origin(run: Transactor) -> dict[str, Any]:
         return [dict(row._mapping) for row in found]
 
     def snapshot(connection: sa.Connection) -> dict[str, Any]:
-        row = connection.execute(sa.select(run_table).where(run_table.c.id == run.id)).one()
+        row = connection.execute(sa.select(run_table).where(run_table.c.id == run.id)).one_or_none()
+        if row is None:  # somebody has removed it since
+            raise NothingToExport(run.name, "been removed meanwhile")
         return {
             "run_uuid": row.uuid, "run": row.name, "settings": dict(row.settings), "timeline": row.timeline,
             "current_version": row.current_version, "timelines": rows(connection, timeline, "number"),
@@ -159,9 +164,7 @@ def samples(
         places = {id: place for place, id in chunk}
         found = run.database.read(partial(_read, run=run, ids=ids, wanted=wanted))
         for group_id in ids:
-            for one in _group(run, uuid, found, group_id):
-                if wanted.statuses and one.status not in wanted.statuses:
-                    continue
+            for one in _chosen(list(_group(run, uuid, found, group_id)), wanted.statuses):
                 if part.step is not None:
                     one = replace(one, step=part.step, position=places[group_id])
                 if tokenizer is not None:
@@ -169,6 +172,13 @@ def samples(
                 yield one
         if progress is not None:
             progress(len(chunk), len(chunk) - len(found.groups))
+
+
+def _chosen(group: list[PortableSample], statuses: Sequence[str]) -> Iterator[PortableSample]:
+    """Those of these statuses, with the parents of forks: a fork alone has not the tokens that it shares."""
+    chosen = [one for one in group if not statuses or one.status in statuses]
+    wanted = {place for one in chosen for place in (one.sample, one.parent)}
+    return (one for one in group if one.sample in wanted)
 
 
 class _Read(NamedTuple):

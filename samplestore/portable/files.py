@@ -18,6 +18,7 @@ from samplestore.portable.samples import FORMAT, PortableSample
 from samplestore.portable.slime_samples import from_slime
 from samplestore.promptfiles import InvalidImport, InvalidRow, PromptFile, PromptFileError
 from samplestore.rowvalues import BadValue
+from samplestore.words import amount
 
 MANIFEST, KIND = "_manifest.json", "samplestore export"
 MAX_MANIFEST = 256 << 20
@@ -90,7 +91,7 @@ def _folder(path: Path, name: str) -> PortableFile:
                 n += 1
                 yield row
             if n != file.get("rows"):
-                raise PromptFileError(str(part), f"has {n:,} rows, and the manifest says {file.get('rows')}")
+                raise PromptFileError(str(part), f"has {amount(n, 'row')}, and the manifest says {file.get('rows')}")
 
     return PortableFile(name, lambda: _whole(rows(), about, name, path / MANIFEST), about)
 
@@ -118,8 +119,9 @@ def _whole(rows: Iterator[Read], about: Mapping[str, Any] | None, name: str, man
     if about is not None and about["counts"] != {"samples": samples, "tokens": tokens}:
         told = about["counts"]
         raise PromptFileError(
-            name, f"has {samples:,} samples with {tokens:,} tokens, and {manifest} says {told['samples']:,} with "
-            f"{told['tokens']:,}: they are of two exports. Write both again: samplestore export RUN --force --to PATH",
+            name, f"has {amount(samples, 'sample')} with {amount(tokens, 'token')}, and {manifest} says "
+            f"{told['samples']:,} with {told['tokens']:,}: they are of two exports. Write both again: samplestore "
+            "export --to PATH --force",
         )  # fmt: skip
 
 
@@ -217,10 +219,8 @@ def _all_slime(paths: Iterable[Path]) -> Iterator[Read]:
         _, given = slime_files.read(path)
         last, number, place = object(), -1, 0
         for count, values in enumerate(given, 1):
-            tokens, n = values.get("tokens"), values.get("response_length")
-            ids = tokens[: len(tokens) - n] if isinstance(tokens, list) and isinstance(n, int) else None
             at = values.get("group_index")
-            this = (at if isinstance(at, int | str) else None, ids)
+            this = (at if isinstance(at, int | str) else None, _prompt_of(values))
             number, place = (number, place + 1) if this == last else (number + 1, 0)
             last = this
             try:
@@ -228,6 +228,14 @@ def _all_slime(paths: Iterable[Path]) -> Iterator[Read]:
             except BadValue as error:
                 error.field = f"samples[{count - 1}].{error.field}" if error.field else f"samples[{count - 1}]"
                 yield _refused(str(path), count, error)
+
+
+def _prompt_of(values: Mapping[str, Any]) -> list[int] | None:
+    """The tokens of slime's prompt, where they are some: what is none is refused later, and must compare before."""
+    tokens, n = values.get("tokens"), values.get("response_length")
+    if not isinstance(tokens, list) or not isinstance(n, int) or not set(map(type, tokens)) <= {int}:
+        return None
+    return tokens[: len(tokens) - n]
 
 
 def groups(rows: Iterable[Read]) -> Iterator[list[tuple[str, int, PortableSample]] | InvalidRow]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -28,18 +28,20 @@ from samplestore.arrays import TEACHER, Prepared
 from samplestore.errors import InvalidSegment
 from samplestore.portable.samples import Piece, PortableSample, Reward
 from samplestore.promptfiles import InvalidRow, ReadRow
-from samplestore.prompts import Prompt, prepare
+from samplestore.prompts import Prompt, RowKeys, prepare
 from samplestore.rowvalues import BadValue, is_finite, parsed
 from samplestore.statements.staleness import UNFINISHED
 from samplestore.states import CLAIMABLE, SampleStatus, SegmentKind
 from samplestore.types import Floats
 from samplestore.verbs.imports import REWARD_STAGE
 from samplestore.verbs.stages import OK
+from samplestore.words import amount, did_you_mean
 
 DATASET = "imported"
 MAX_SAMPLES = 4096  # of a group
 IDS, LOGPROBS = ("response_ids", "tokens"), ("log_probs", "rollout_log_probs")
 FIELDS = (*IDS, *LOGPROBS, "loss_mask", TEACHER, "arrays", "reward", "status")
+OF_A_ROW = (*RowKeys().known(), *FIELDS, "samples")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +74,10 @@ def read(
     def prompts_only() -> Iterator[Any]:
         for count, given in enumerate(rows, 1):
             line, row = given if isinstance(given, tuple) else (count, given)
-            if isinstance(row, Mapping):
+            if isinstance(row, Mapping) and (refused := _unknown(row, OF_A_ROW)) is not None:
+                waiting.append((line, None))
+                yield line, InvalidRow(source, line, refused.field, refused.reason, refused.shown)
+            elif isinstance(row, Mapping):
                 waiting.append((line, {k: v for k, v in row.items() if k in FIELDS or k == "samples"}))
                 yield line, {k: v for k, v in row.items() if k not in FIELDS and k != "samples"}
             else:
@@ -100,19 +105,26 @@ def _samples(said: dict[str, Any], prompt: Prompt) -> tuple[PortableSample, ...]
     if others:
         raise BadValue("stands beside samples: a row has one response, or a list of them", field=others[0])
     if not 1 <= len(listed) <= MAX_SAMPLES:
-        raise BadValue(f"has {len(listed)} samples, expected 1 to {MAX_SAMPLES}", field="samples")
+        raise BadValue(f"has {amount(len(listed), 'sample')}, expected 1 to {MAX_SAMPLES}", field="samples")
     made = []
     for i, item in enumerate(listed):
         if not isinstance(item, dict):
             raise BadValue("is not an object", item, f"samples[{i}]")
-        unknown = next((k for k in item if k not in FIELDS), None)
         try:
-            if unknown is not None:
-                raise BadValue(f"is not one of {', '.join(FIELDS)}", item[unknown], str(unknown)[:80])
+            if (refused := _unknown(item, FIELDS)) is not None:
+                raise refused
             made.append(_response(item, prompt, i))
         except BadValue as error:
             raise error.inside(i).inside("samples") from None
     return tuple(made)
+
+
+def _unknown(row: Mapping[str, Any], known: Sequence[str]) -> BadValue | None:
+    key = next((k for k in row if k not in known), None)
+    if key is None:
+        return None
+    name = str(key)[:80]
+    return BadValue(f"is not one of {', '.join(known)}.{did_you_mean(name, known)}".rstrip("."), row[key], name)
 
 
 def _response(said: Mapping[str, Any], prompt: Prompt, place: int) -> PortableSample:
@@ -155,7 +167,7 @@ def _mask(value: Any, n: int) -> npt.NDArray[np.uint8]:
         return np.ones(n, np.uint8)
     mask = codec.token_ids(value, "loss_mask")
     if mask.size != n:
-        raise BadValue(f"has {mask.size} values for {n} tokens", field="loss_mask")
+        raise BadValue(f"has {amount(mask.size, 'value')} for {amount(n, 'token')}", field="loss_mask")
     if mask.size and int(mask.max()) > 1:
         raise BadValue("must be 0 or 1", int(mask.max()), "loss_mask")
     return mask.astype(np.uint8)
@@ -198,7 +210,7 @@ def _reward(value: Any) -> float | None:
     if value is None:
         return None
     if not is_finite(value):
-        raise BadValue("must be a finite number", value, "reward")
+        raise BadValue("must be a finite number, from -1e25 to 1e25", value, "reward")
     return float(value)
 
 

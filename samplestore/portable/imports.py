@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ import numpy as np
 from samplestore.portable import files as portablefiles
 from samplestore.portable.import_rows import DATASET, MAX_SAMPLES, Groups, Imported, read
 from samplestore.portable.samples import PortableSample
-from samplestore.portable.slime_samples import together
+from samplestore.portable.slime_extras import together
 from samplestore.promptfiles import InvalidImport, InvalidRow, PromptFile, PromptFileError
 from samplestore.prompts import Prompt, prepare
 from samplestore.rowvalues import BadValue
 from samplestore.states import FINISHED
+from samplestore.words import amount
 
 __all__ = [
     "DATASET", "Imported", "InvalidImport", "Source", "checked", "look_through", "read", "read_portable", "rereadable",
@@ -79,16 +81,16 @@ def read_portable(rows: Iterable[portablefiles.Read], *, dataset: str | None = N
 def _portable_group(given: list[PortableSample], dataset: str | None) -> Imported:
     samples = sorted(together(given), key=lambda one: one.sample)
     if len(samples) > MAX_SAMPLES:
-        raise BadValue(f"has {len(samples)} samples, expected 1 to {MAX_SAMPLES}", field="group")
-    places = [one.sample for one in samples]
-    if twice := next((p for p in places if places.count(p) > 1), None):
-        raise BadValue(f"sample {twice} stands twice in one group", samples[0].id, "id")
+        raise BadValue(f"has {amount(len(samples), 'sample')}, expected 1 to {MAX_SAMPLES}", field="group")
+    for one, other in pairwise(samples):
+        if one.sample == other.sample:
+            raise BadValue(f"sample {one.sample} stands twice in one group", one.id, "id")
     roots = [one for one in samples if one.parent is None]
+    by_place = {one.sample: one for one in roots}
     for one in samples:
-        if one.parent is not None and one.parent not in [r.sample for r in roots]:
+        if one.parent is not None and one.parent not in by_place:
             raise BadValue(f"is {one.parent}, which is not among the rows of its group", one.id, "parent")
-    for one in samples:
-        _require_whole(one, {r.sample: r for r in roots})
+        _require_whole(one, by_place)
     for one in roots[1:]:
         if not np.array_equal(one.prompt_ids, roots[0].prompt_ids) or one.prompt != roots[0].prompt:
             raise BadValue("differs within one group", one.id, "prompt_ids")
@@ -114,7 +116,7 @@ def _require_whole(one: PortableSample, roots: dict[int, PortableSample]) -> Non
         return
     parent, shared = roots[one.parent], slice(one.parent_upto)
     if one.parent_upto > parent.response_ids.size:
-        why = f"is {one.parent_upto}, and the parent has {parent.response_ids.size} tokens"
+        why = f"is {one.parent_upto}, and the parent has {amount(parent.response_ids.size, 'token')}"
         raise BadValue(why, one.id, "parent_upto")
     there = np.zeros(parent.response_ids.size, np.float32) if (p := parent.rollout_log_probs) is None else p
     here = there if one.rollout_log_probs is None else one.rollout_log_probs

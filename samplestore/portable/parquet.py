@@ -12,6 +12,7 @@ from samplestore.portable.samples import COLUMNS, FORMAT, STRUCTS
 
 ROWS, TOKENS = 1024, 1 << 20  # of a row group, whichever comes first
 READ_ROWS = 64  # held at once
+MAX_VALUES = 1 << 25  # of a column in a row group that is read: a few bytes can stand for any number of them
 META = {b"samplestore.format": str(FORMAT).encode()}
 
 
@@ -75,12 +76,21 @@ def _cell(kind: str, value: Any) -> Any:
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file, a few in memory at a time. Raises pyarrow's ArrowException, ValueError for a column of JSON
-    that holds none."""
+    that holds none, or a row group with more than MAX_VALUES values."""
     _, pq = arrow()
     with pq.ParquetFile(path) as file:
+        _require_bounded(file.metadata)
         for batch in file.iter_batches(batch_size=READ_ROWS):
             for row in batch.to_pylist():
                 yield {name: _value(COLUMNS.get(name, ""), value) for name, value in row.items()}
+
+
+def _require_bounded(about: Any) -> None:
+    for at in range(about.num_row_groups):
+        part = about.row_group(at)
+        most = max((part.column(i).num_values for i in range(part.num_columns)), default=0)
+        if most > MAX_VALUES:
+            raise ValueError(f"row group {at} has {most:,} values in one column; at most {MAX_VALUES:,} are read")
 
 
 def _value(kind: str, value: Any) -> Any:

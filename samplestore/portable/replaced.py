@@ -11,7 +11,7 @@ from samplestore.portable import files as portablefiles
 from samplestore.portable import slime_files
 from samplestore.portable.files import MANIFEST, PART, manifest_of
 
-THERE = "is there already. Replace it with: samplestore export --to {path} --force"
+THERE = "is there already. Replace it with: {command} --force"
 NO_EXPORT = "is no export, and is not replaced. Name another place with: --to PATH"
 OTHERS = "has {name} in it, which is of no export, and is not replaced. Name another place with: --to PATH"
 DATABASE = "is where the database is. Name another place with: --to PATH"
@@ -26,8 +26,9 @@ class ExportExists(SampleStoreError):
         super().__init__(f"{path} {why}")
 
 
-def require_free(target: Path, format: str, force: bool, database: Database) -> None:
-    """That nothing is at `target`, and with `force` nothing but an export of this format. Raises ExportExists."""
+def require_free(target: Path, format: str, force: bool, database: Database, command: str) -> None:
+    """That nothing is at `target`, and with `force` nothing but an export of this format. command: what somebody would
+    type for this export. Raises ExportExists."""
     targets = [target, manifest_of(target)] if format == "jsonl" else [target]
     for one in targets:
         if database.is_sqlite and _is_of(one, database.path):
@@ -37,7 +38,7 @@ def require_free(target: Path, format: str, force: bool, database: Database) -> 
         if why := _no_export(one, "manifest" if one != target else format):
             raise ExportExists(str(one), why)
     if there and not force:
-        raise ExportExists(str(there[0]), THERE.format(path=target))
+        raise ExportExists(str(there[0]), THERE.format(command=command))
 
 
 def _is_of(path: Path, database: Path) -> bool:

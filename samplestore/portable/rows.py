@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,11 @@ from samplestore.portable.samples import STATUSES, Piece, PortableSample, Reward
 from samplestore.rowvalues import MAX_ROW_BYTES, BadValue, is_finite, plain
 from samplestore.states import GroupState, SegmentKind, StageStatus
 from samplestore.types import Ids
+from samplestore.words import amount
 
 ID = re.compile(r"([0-9a-f-]{36})/(\d{1,18})/(\d{1,9})/(\d{1,9})")
 MAX_PIECES = 1_000_000
+MAX_COUNT = 2**31  # sums of counters fit into both databases
 SETTLED = (StageStatus.DONE, StageStatus.FAILED)  # of stages; a pending one would wait for whoever had it there
 
 
@@ -75,10 +78,10 @@ def _agree(made: PortableSample, row: Mapping[str, Any]) -> None:
     if made.parent_upto is not None and made.parent is None:
         raise BadValue("stands without a parent", made.parent_upto, "parent_upto")
     if shared > made.response_ids.size:
-        raise BadValue(f"is {shared} for {made.response_ids.size} tokens", field="parent_upto")
+        raise BadValue(f"is {shared} for {amount(made.response_ids.size, 'token')}", field="parent_upto")
     total, own = sum(p.n_tokens for p in made.pieces), made.own_ids.size
     if total != own:
-        raise BadValue(f"have {total} tokens, the sample has {own} of its own", field="segments")
+        raise BadValue(f"have {amount(total, 'token')}, the sample has {own} of its own", field="segments")
     if made.own_prompt and made.pieces and made.pieces[0].n_tokens != made.prompt_ids.size:
         raise BadValue("does not begin with the fork's prompt", field="segments")
     if made.rollout_log_probs is None and any(p.log_probs for p in made.pieces):
@@ -93,16 +96,19 @@ def _agree(made: PortableSample, row: Mapping[str, Any]) -> None:
                 raise BadValue("must be a list of whole numbers", said, name)
             begin = shared if name == "weight_versions" else 0  # those of shared tokens are the parent's to say
             same = values.shape == told.shape and np.array_equal(values[begin:], told[begin:])
-            same = same and abs(values).max(initial=0) < 2**31
+            same = same and values.min(initial=0) >= -(2**31) and values.max(initial=0) < 2**31
         except (TypeError, ValueError, OverflowError):
             same = False
         if not same:
             n = len(said) if isinstance(said, list | tuple | np.ndarray) else told.size
-            why = f"has {n} values" if n != told.size else "differs from what the segments say"
-            raise BadValue(f"{why} ({told.size} tokens)", field=name)
-    places = [(seq, one.name) for seq, one in made.named]
-    if twice := next((name for seq, name in places if places.count((seq, name)) > 1), None):
+            why = f"has {amount(n, 'value')}" if n != told.size else "differs from what the segments say"
+            raise BadValue(f"{why} ({amount(told.size, 'token')})", field=name)
+    places = Counter((seq, one.name) for seq, one in made.named)
+    if twice := next((name for (_, name), n in places.items() if n > 1), None):
         raise BadValue("stands twice beside one segment", twice, "arrays")
+    names = Counter(one.name for one in made.rewards)
+    if twice := next((name for name, n in names.items() if n > 1), None):
+        raise BadValue("stands twice in one sample", twice, "rewards")
     for seq, one in made.named:
         if not 0 <= seq < len(made.pieces):
             raise BadValue(f"{one.name} stands beside segment {seq}, which is not there", field="arrays")
@@ -167,8 +173,8 @@ def _storable(value: Any, key: str) -> Any:
 
 def _int(row: Mapping[str, Any], key: str, low: int = 0) -> int | None:
     value = row.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**62):
-        raise BadValue(f"must be a whole number from {low}", value, key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value < MAX_COUNT):
+        raise BadValue(f"must be a whole number from {low}, below {MAX_COUNT}", value, key)
     return value
 
 
@@ -177,13 +183,13 @@ def _float(row: Mapping[str, Any], key: str) -> float | None:
     if value is None:
         return None
     if not is_finite(value):
-        raise BadValue("must be a finite number", value, key)
+        raise BadValue("must be a finite number, from -1e25 to 1e25", value, key)
     return float(value)
 
 
 def _one_of(row: Mapping[str, Any], key: str, allowed: Sequence[str]) -> str:
     value = row.get(key)
-    if value not in [str(a) for a in allowed]:
+    if not isinstance(value, str) or value not in [str(a) for a in allowed]:
         raise BadValue(f"must be one of {', '.join(map(str, allowed))}", value, key)
     return str(value)
 

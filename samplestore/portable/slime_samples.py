@@ -23,16 +23,18 @@ from samplestore.portable import rows as portablerows
 from samplestore.portable import samples as portable
 from samplestore.portable import slime_values
 from samplestore.portable.samples import Piece, PortableSample
+from samplestore.portable.slime_extras import EXTRAS, parted
 from samplestore.promptfiles import show
-from samplestore.rowvalues import BadValue, is_finite
+from samplestore.rowvalues import MAX_ROW_BYTES, BadValue, is_finite, plain
 from samplestore.states import SampleStatus, SegmentKind
 from samplestore.types import UNKNOWN_VERSION, Floats
+from samplestore.words import amount
 
 if TYPE_CHECKING:
     from samplestore.tensors import BatchSample
 
 KEY = "samplestore"  # of a slime dict: what only the store knows
-EXTRAS = "slime_sample"  # of a prompt's metadata: what only slime knows
+MAX_KNOWN = 1 << 30  # bytes under KEY; arrays are among them
 STATUSES = tuple(status.value for status in SampleStatus)
 # Columns of a row that slime's own fields hold already.
 _SAID = (
@@ -47,11 +49,9 @@ def to_slime(sample: PortableSample, *, torch: Any = None) -> dict[str, Any]:
 
     torch   the module, where tensors among what slime said are wanted back as such; else they are numpy arrays
     """
-    metadata = dict(sample.metadata)
-    kept = metadata.pop(EXTRAS, None)
-    extras = kept.get(str(sample.sample)) if isinstance(kept, Mapping) else None
+    metadata, extras = parted(sample.metadata)
     made = _fields(sample, metadata)
-    for key, value in (extras or {}).items():
+    for key, value in extras.get(str(sample.sample), {}).items():
         made[key] = slime_values.back(value, torch)
     if sample.run_uuid is not None:
         row = portable.to_row(sample)
@@ -141,9 +141,12 @@ def from_slime(values: Mapping[str, Any], *, group: int = 0, sample: int = 0, si
     names one; with several, nobody knows which token is whose. Raises BadValue with the field.
     """
     slime_values.count(values)
-    plainly = {key: slime_values.as_numpy(value) for key, value in values.items()}
-    known = plainly.get(KEY)
+    plainly = {key: slime_values.as_numpy(value, str(key)) for key, value in values.items()}
     made = _sample(plainly, group, sample, size)
+    try:
+        known = plain(plainly.get(KEY), MAX_KNOWN)  # ours is plain
+    except BadValue:
+        known = None
     if isinstance(known, Mapping) and known.get("format") == portable.FORMAT:
         made = _with_known(made, known)
     said = {k: v for k, v in plainly.items() if k != KEY}
@@ -158,27 +161,6 @@ def from_slime(values: Mapping[str, Any], *, group: int = 0, sample: int = 0, si
     return made
 
 
-def together(samples: Sequence[PortableSample]) -> list[PortableSample]:
-    """The samples of one group with one metadata: that of the first, and what slime said of each under EXTRAS."""
-    shared = {k: v for k, v in samples[0].metadata.items() if k != EXTRAS} if samples else {}
-    every: dict[str, dict[str, Any]] = {}
-    for one in samples:
-        every.update(one.metadata.get(EXTRAS) or {})
-    for one in samples:
-        own = {k: v for k, v in one.metadata.items() if k != EXTRAS}
-        extras = dict(every.get(str(one.sample)) or {})
-        if own != shared:
-            extras.setdefault("metadata", own)
-        if one.label != samples[0].label:
-            extras.setdefault("label", one.label)
-        if extras:
-            every[str(one.sample)] = extras
-    if not every:
-        return list(samples)
-    metadata = {**shared, EXTRAS: every}
-    return [replace(one, metadata=metadata, label=samples[0].label) for one in samples]
-
-
 def _sample(said: Mapping[str, Any], group: int, sample: int, size: int) -> PortableSample:
     tokens, n = _ids(said, "tokens"), said.get("response_length")
     if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < len(tokens):
@@ -186,26 +168,29 @@ def _sample(said: Mapping[str, Any], group: int, sample: int, size: int) -> Port
     mask = _per_token(said, "loss_mask", n)
     probs = _log_probs(said, n)
     status = said.get("status")
-    if status not in STATUSES:
+    if not isinstance(status, str) or status not in STATUSES:
         raise BadValue(f"must be one of {', '.join(STATUSES)}", status, "status")
     cut = len(tokens) - n
     prompt, metadata, reward = said.get("prompt"), said.get("metadata"), said.get("reward")
     if metadata is not None and not isinstance(metadata, Mapping):
         raise BadValue("must be an object", metadata, "metadata")
+    removed = said.get("remove_sample")
+    if not isinstance(removed, bool | int | None):
+        raise BadValue("must be true or false", removed, "remove_sample")
     if EXTRAS in (metadata or {}):
         raise BadValue("is a key that the store keeps for itself", field=f"metadata.{EXTRAS}")
     number = None
     if is_finite(reward):
         number = float(reward)
     elif reward is not None and not isinstance(reward, Mapping):
-        raise BadValue("must be a finite number, or an object of them", reward, "reward")
+        raise BadValue("must be a finite number, from -1e25 to 1e25, or an object of them", reward, "reward")
     pieces = _pieces(mask, probs, _version(said))
     return PortableSample(
         group=group, sample=sample, group_size=size, prompt=prompt if isinstance(prompt, str | list) else "",
         prompt_ids=tokens[:cut], response_ids=tokens[cut:], rollout_log_probs=probs, pieces=pieces, status=status,
-        reward=number, label=said.get("label"), metadata=dict(metadata or {}),
-        template_args=said.get("apply_chat_template_kwargs") or None,
-        removed="slime" if said.get("remove_sample") else None, named=_named(said, len(tokens), n, len(pieces)),
+        reward=number, label=_json(said, "label"), metadata=dict(metadata or {}),
+        template_args=_json(said, "apply_chat_template_kwargs") or None,
+        removed="slime" if removed else None, named=_named(said, len(tokens), n, len(pieces)),
     )  # fmt: skip
 
 
@@ -219,6 +204,13 @@ def _ids(said: Mapping[str, Any], key: str) -> Any:
     return ids
 
 
+def _json(said: Mapping[str, Any], key: str) -> Any:
+    try:
+        return plain(said.get(key), MAX_ROW_BYTES)
+    except BadValue as error:
+        raise error.inside(key) from None
+
+
 def _per_token(said: Mapping[str, Any], key: str, n: int) -> Any:
     """loss_mask; 1 everywhere where it is left out."""
     if said.get(key) is None:
@@ -228,7 +220,7 @@ def _per_token(said: Mapping[str, Any], key: str, n: int) -> Any:
     except InvalidSegment as error:
         raise BadValue(error.reason, field=key) from error
     if mask.size != n:
-        raise BadValue(f"has {mask.size} values for {n} response tokens", field=key)
+        raise BadValue(f"has {amount(mask.size, 'value')} for {amount(n, 'response token')}", field=key)
     if mask.size and int(mask.max()) > 1:
         raise BadValue("must be 0 or 1", int(mask.max()), key)
     return mask
@@ -251,9 +243,10 @@ def _log_probs(said: Mapping[str, Any], n: int) -> Floats | None:
 def _version(said: Mapping[str, Any]) -> int | None:
     """The version of all tokens, where the list names one that is a number."""
     listed = said.get("weight_versions")
-    if listed is not None and not isinstance(listed, list | tuple | np.ndarray):
+    listed = listed.tolist() if isinstance(listed, np.ndarray) else [] if listed is None else listed
+    if not isinstance(listed, list | tuple):
         raise BadValue("must be a list", listed, "weight_versions")
-    told = {v if isinstance(v, str) else show(v) for v in (() if listed is None else listed)}
+    told = {v if isinstance(v, str) else show(v) for v in listed}
     one = told.pop() if len(told) == 1 else ""
     return int(one) if one.isascii() and one.isdigit() and len(one) <= 9 else None
 
@@ -278,11 +271,11 @@ def _named(said: Mapping[str, Any], n_tokens: int, n: int, pieces: int) -> tuple
         try:
             array = np.asarray(value, np.float32 if name == TEACHER else None)
             if array.ndim and len(array) != rows:
-                raise BadValue(f"has {len(array)} rows, expected {rows}", field=key)
+                raise BadValue(f"has {amount(len(array), 'row')}, expected {rows}", field=key)
             one = arrays.stored(name, *codec.encode_array(array))
         except InvalidSegment as error:
             raise BadValue(error.reason, field=key) from error
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise BadValue(f"is no array of numbers: {error}", field=key) from error
         made.append((pieces - 1, one))
     return tuple(made)

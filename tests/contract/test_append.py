@@ -72,8 +72,8 @@ def test_generated_tokens_without_loss_may_lack_logprobs(run: Run, claim: Claim)
 REFUSED: dict[str, tuple[Any, Any, str, int | None]] = {
     "nothing": ([], [], "no tokens", None),
     "no log-probs": ([1, 2], None, "output_token_logprobs is missing for 2 generated tokens", None),
-    "too few log-probs": ([1, 2], [-0.1], "2 tokens but 1 log-probs", None),
-    "too many log-probs": ([1], [-0.1, -0.2], "1 tokens but 2 log-probs", None),
+    "too few log-probs": ([1, 2], [-0.1], "2 tokens but 1 log-prob", None),
+    "too many log-probs": ([1], [-0.1, -0.2], "1 token but 2 log-probs", None),
     "null log-prob": ([5, 6, 7], [-0.1, None, -0.2], "log-prob at position 1 is None, not finite", 1),
     "NaN": ([5, 6], [-0.1, math.nan], "log-prob at position 1 is nan, not finite", 1),
     "NaN as text": ([5, 6], [-0.1, "NaN"], "log-prob at position 1 is 'NaN', not finite", 1),

@@ -11,9 +11,9 @@ import pytest
 
 import samplestore
 from samplestore import Store, arrayfiles, retention
-from samplestore import backup as backup_module
 from samplestore.arrayfiles import LocalFiles
-from samplestore.backup import backup, restore
+from samplestore.backups import arrays as backup_arrays
+from samplestore.backups.backup import backup, restore
 from samplestore.engine import Database
 from samplestore.errors import BackupError, InvalidSetting
 from samplestore.run import Run
@@ -141,7 +141,7 @@ def test_one_file_that_cannot_be_removed_does_not_keep_the_others(
         return remove(self, key, grace_s)
 
     monkeypatch.setattr(LocalFiles, "remove", refusing)
-    with pytest.raises(BackupError, match="broken"), backup_module._copies() as put:
+    with pytest.raises(BackupError, match="broken"), backup_arrays.copies() as put:
         put.extend((files, key) for key in keys)
         raise BackupError("broken")
     assert [key for key, _ in files.old(0.0)] == [keys[stuck]]

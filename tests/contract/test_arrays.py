@@ -12,7 +12,7 @@ import pytest
 
 import samplestore
 from samplestore import Store, arrayfiles, retention
-from samplestore.backup import backup, restore
+from samplestore.backups.backup import backup, restore
 from samplestore.engine import Database
 from samplestore.errors import ArrayFileError, ArrayNotStored, BackupError, InvalidSegment, LeaseLost
 from samplestore.run import Run

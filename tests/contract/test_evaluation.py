@@ -175,7 +175,7 @@ def test_a_sample_of_an_evaluation_can_be_started_afresh(store: Store) -> None:
 
 def test_waiting_for_an_evaluation(store: Store) -> None:
     run = made(store, prompts=1)
-    with pytest.raises(EvaluationTimeout, match=r"1 prompts are left.* no rollout worker"):
+    with pytest.raises(EvaluationTimeout, match=r"1 prompt is left.* no rollout worker"):
         run.evaluate("test", 2, timeout=0.0)
     worker = f.register(run)
     run.pause()

@@ -1,140 +1,33 @@
-"""Exports and their way back: exact, once, the same bytes again, and nothing half there."""
+"""Exports and their way back: exact, once, and the same bytes again."""
 
 from __future__ import annotations
 
 import base64
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import samplestore
 from samplestore import Store
 from samplestore.errors import ImportConflict
-from samplestore.portable import export_files, exports
+from samplestore.portable import exports
 from samplestore.portable import samples as portable
-from samplestore.portable.exports import NothingToExport, Selection
-from samplestore.portable.files import MANIFEST
-from samplestore.portable.imports import InvalidImport
-from samplestore.portable.replaced import ExportExists
-from samplestore.promptfiles import PromptFileError
-from samplestore.run import Run, advance
-from samplestore.types import Claim
-from samplestore.verbs import fanout, samples, stages
-from samplestore.verbs.tx import Tx
+from samplestore.portable.exports import NothingToExport
+from samplestore.run import Run
 
 from ..support import factory as f
 from ..support.extras import library
+from .exporting import FORMATS, export, exported_in, lived, place, told
 
 library("pyarrow")
-FORMATS = ("parquet", "jsonl", "jsonl.gz")
-# What is another in another run, by its nature: who it is there, when it was stored, and what a trainer there did.
-OF_THE_RUN = ("id", "run_uuid", "run", "group", "created_at", "finished_at", "consumed_step", "batch_position")
 
 
 @pytest.fixture(scope="module")
 def exported(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """(uuid of a run that lived, the folder of its exports): "out" and "out.jsonl", to be copied before they change."""
-    folder = tmp_path_factory.mktemp("exported")
-    shutil.copyfile(sqlite_template, folder / "rollouts.db")
-    with samplestore.open(str(folder / "rollouts.db")) as store:
-        run = lived(store)
-        run.export(folder / "out")
-        run.export(folder / "out.jsonl", format="jsonl", arrays=["all"])
-    return run.uuid, folder
-
-
-def lived(store: Store, name: str = "lived", **settings: Any) -> Run:
-    """A run with a bit of everything: versions, aborts, tools, forks, arrays, rewards, failures, two steps."""
-    given = {"samples_per_prompt": 2, "groups_per_step": 2, "max_staleness": 3, "epochs": 1, "on_failed": "short"}
-    given["stages"] = ["reward"]
-    run = store.run(name, **{**given, **settings})
-    run.add_prompts(
-        [{"prompt_ids": [1, 2, 3 + i], "label": str(i), "metadata": {"n": i, "deep": [{"ö": None}]}} for i in range(7)]
-        + [{"messages": [{"role": "user", "content": "hi\u2028"}], "prompt_ids": [9], "chat_template_kwargs": {"a": 1}}]
-    )
-    run.admit()
-    worker, trainer = f.register(run), f.register(run, "trainer")
-    claims = run.claim(worker, 100)
-    lengths = [3 + place % 4 for place in range(len(claims))]
-    together(
-        run, [(c, 0, f.ids_of(n), f.logprobs_of(n), 0, None, "generated") for c, n in zip(claims, lengths, strict=True)]
-    )
-    tools = claims[1::2]
-    together(run, [(claim, 1, [5, 6], None, None, None, "environment") for claim in tools])
-    run.publish_weights("/w/1", step=0)
-    ended = [p for p in range(len(claims)) if p not in (12, 14)]
-    rows = []
-    for place in ended:
-        version, reason = (0, 1) if place == 3 else 1, "length" if place == 5 else "stop"
-        rows.append((claims[place], 1 + place % 2, f.ids_of(2), f.logprobs_of(2), version, reason, "generated"))
-    together(run, rows)
-    entropy = {place: run.prepare_array("entropy", np.full(2, 0.1 * place + 0.05, np.float32)) for place in ended}
-    run.transact(lambda tx: [samples.attach(tx, claims[p], "entropy", entropy[p]) for p in ended])
-    forked(run, claims[6])
-    run.transact(lambda tx: [samples.finish(tx, claims[p]) for p in ended if p not in (6, 13)])
-    run.release(claims[12], "late")
-    failing = claims[14]
-    while run.fail(failing, "broken", 0.0) != "failed":
-        failing = next(c for c in run.claim(worker, 100) if c.sample_id == failing.sample_id)
-    scored = run.claim_stages(worker, 100)
-    run.transact(lambda tx: [stages.score(tx, c, 0.1 * c.index, {"why": ["ö", 0.1]}) for c in scored])
-    for step in (0, 1):
-        batch = f.lease(run, trainer, step, max_staleness=3)
-        assert batch is not None
-        f.commit(run, batch, trainer)
-    return run
-
-
-def together(run: Run, rows: list[tuple[Any, ...]]) -> None:
-    """Appends in one transaction: (claim, seq, tokens, log-probs, version, finish reason, kind)."""
-    run.transact(lambda tx: [samples.append(tx, *row, None, None, None) for row in rows])
-    for claim, seq, tokens, _, _, reason, _ in rows:
-        advance(claim, seq, len(tokens), reason)
-
-
-def forked(run: Run, claim: Claim) -> None:
-    """The sample ends as three: itself, one that shares two of its tokens, and one with a prompt of its own."""
-    prompt = np.array([40, 41], np.int32)
-    for number, (upto, own) in enumerate(((2, None), (None, prompt))):
-        child = run.transact(partial(fanout.fork, claim=claim, number=number, key=f"k{number}", asked={"n": number},
-                                     place=number, upto=upto, own_prompt=own))  # fmt: skip
-        f.add(run, child, 2, 1, "stop")
-        run.transact(partial(_end, child))
-    run.transact(partial(_end, claim))
-
-
-def _end(claim: Claim, tx: Tx) -> None:
-    fanout.end(tx, claim, "completed", "stop", True, 0.25)
-
-
-def told(run: Run, **wanted: Any) -> list[dict[str, Any]]:
-    """All that an export says, without what is the run's own; arrays as bytes, so that they compare exactly."""
-    selection = Selection(arrays=("all",), **wanted)
-    rows = []
-    for part in exports.parts(run, selection):
-        for one in exports.samples(run, run.uuid, part, selection):
-            row = portable.to_row(one)
-            row["group_state"] = {"consumed": "ready", "leased": "ready"}.get(row["group_state"], row["group_state"])
-            row["order"] = (one.group, one.sample)
-            rows.append({k: _plain(v) for k, v in row.items() if k not in OF_THE_RUN})
-    return sorted(rows, key=lambda row: row["order"])
-
-
-def _plain(value: Any) -> Any:
-    return (value.dtype.str, value.tobytes()) if isinstance(value, np.ndarray) else value
-
-
-def place(tmp_path: Path, kind: str) -> Path:
-    return tmp_path / ("out" if kind == "parquet" else f"out.{kind}")
-
-
-def export(run: Run, to: Path, kind: str = "parquet", **options: Any) -> Any:
-    return run.export(to, format=kind.partition(".")[0], **options)
+    return exported_in(sqlite_template, tmp_path_factory.mktemp("exported"))
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -217,6 +110,21 @@ def test_a_run_with_weights_of_its_own_keeps_them(store: Store, exported: tuple[
     unknown = f.value(other, "SELECT count(*) FROM sample WHERE run_id = :r AND version_unknown = 1", r=other.id)
     assert unknown > 0 and other.current_version == 1
     f.sound(other)
+
+
+def test_tokens_of_several_versions_of_which_one_is_not_known(store: Store, tmp_path: Path) -> None:
+    """Which token is whose nobody knows, so that their version is unknown."""
+    run = f.make_run(store, prompts=1)
+    run.publish_weights("/w/1", step=0)
+    for claim, version in zip(run.claim(f.register(run), 2), ((0, 1), 1), strict=True):
+        f.answer(run, claim, version=version)
+    assert f.value(run, "SELECT count(*) FROM segment WHERE version_min < version_max") == 1
+    run.export(tmp_path / "out")
+    other = store.run("other", samples_per_prompt=2)
+    other.publish_weights("/other", step=0, label="mine")
+    other.import_samples(tmp_path / "out")
+    f.sound(other)
+    assert {v for r in told(other) for v in r["weight_versions"][1]} == {255}, "-1 of each token"
 
 
 def test_two_exports_of_one_run_make_one(store: Store, tmp_path: Path) -> None:
@@ -321,78 +229,35 @@ def test_selections(store: Store, tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_what_is_there_stays_there(store: Store, tmp_path: Path) -> None:
-    run, path = lived(store), tmp_path / "out"
-    run.export(path)
-    with pytest.raises(ExportExists, match="--force"):
-        run.export(path)
-    run.export(path, force=True, steps=(0, 0))
-    assert sorted(p.name for p in path.iterdir()) == [MANIFEST, "step=0"]
-    mine = tmp_path / "mine"
-    (mine / "kept").mkdir(parents=True)
-    with pytest.raises(ExportExists, match="is no export"):
-        run.export(mine, force=True)
-    assert (mine / "kept").is_dir()
-    (mine / "kept").rmdir()
-    for name, text in ((MANIFEST, "{}"), ("kept", "mine")):
-        shutil.rmtree(mine)
-        shutil.copytree(path, mine)
-        (mine / name).write_text(text)
-        with pytest.raises(ExportExists):
-            run.export(mine, force=True)
-        assert (mine / name).read_text() == text
+def test_the_parent_of_a_fork_comes_along(store: Store, tmp_path: Path) -> None:
+    """A fork alone has not the tokens that it shares, and no import takes it."""
+    run = lived(store)
+    root = f.value(run, "SELECT DISTINCT parent_id FROM sample WHERE parent_id IS NOT NULL")
+    f.execute(run, "UPDATE sample SET status = 'truncated' WHERE id = :i", i=root)
+    run.export(tmp_path / "out.jsonl", format="jsonl", statuses=["completed"])
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").open()]
+    (parent,) = (row for row in rows if row["status"] == "truncated")
+    assert [r["parent"] for r in rows if r["group"] == parent["group"]].count(parent["sample"]) == 2
+    assert store.run("again").import_samples(tmp_path / "out.jsonl").added == len({row["group"] for row in rows})
 
 
-def test_a_file_that_no_export_made_stays_there(store: Store, tmp_path: Path) -> None:
-    """With force too: rows, their manifest, and the database."""
-    run, path = lived(store), tmp_path / "out.jsonl"
-    beside = tmp_path / "out.jsonl.manifest.json"
-    for one in (path, beside):
-        for text in ("", "mine", '{"kind": "mine"}'):
-            one.write_text(text)
-            with pytest.raises(ExportExists, match="is no export"):
-                run.export(path, format="jsonl", force=True)
-            assert one.read_text() == text and len(list(tmp_path.glob("out*"))) == 1
-        one.unlink()
-    beside.mkdir()
-    with pytest.raises(ExportExists, match="is no export"):
-        run.export(path, format="jsonl")
-    beside.rmdir()
-    for compressed in ("", ".gz"):
-        to = tmp_path / f"out.jsonl{compressed}"
-        run.export(to, format="jsonl", statuses=["pending"])
-        run.export(to, format="jsonl", force=True, steps=(0, 0))
-        run.export(to, format="jsonl", force=True)
-        to.unlink()
-        with pytest.raises(ExportExists, match="--force"):
-            run.export(to, format="jsonl")
-    if not run.database.is_sqlite:
-        return  # a server's files are none that a client could name
-    database = run.database.path
-    for place in (database, Path(f"{database}-wal"), Path(f"{database}.gate")):
-        for kind in ("jsonl", "parquet"):
-            with pytest.raises(ExportExists, match="is where the database is"):
-                run.export(place, format=kind, force=True)
-    f.sound(run)
-
-
-@pytest.mark.parametrize("kind", FORMATS[:2])
-def test_a_replacement_that_is_stopped_at_the_last_moment_leaves_the_old_one(
-    store: Store, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, path = lived(store), place(tmp_path, kind)
-    export(run, path, kind, steps=(0, 0))
-    before = {p: p.read_bytes() for p in path.parent.rglob("*out*") if p.is_file()}
-
-    def stopped(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(export_files.os, "replace", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        export(run, path, kind, force=True)
-    assert path.exists()
-    assert {p: p.read_bytes() for p in path.parent.rglob("*out*") if p.is_file()} == before
-    assert not list(tmp_path.glob(".*.partial"))
+@pytest.mark.parametrize("kind", [*FORMATS, "slime"])
+@pytest.mark.parametrize("mine", [5, {}, {"0": 5}, {"0": {"more": {"samplestore.array": 1}}}])
+def test_metadata_may_have_the_name_that_slime_files_use(store: Store, tmp_path: Path, kind: str, mine: Any) -> None:
+    if kind == "slime":
+        library("torch")
+    run = store.run("r", samples_per_prompt=2, groups_per_step=1, epochs=1)
+    run.add_prompts([{"prompt_ids": [1], "metadata": {"slime_sample": mine, "other": 1}}])
+    run.admit()
+    f.finish_all(run, f.register(run))
+    f.commit(run, f.lease(run, trainer := f.register(run, "trainer"), 0, 1) or 0, trainer)
+    path = tmp_path / "{rollout_id}.pt" if kind == "slime" else place(tmp_path, kind)
+    export(run, path, kind)
+    if kind == "slime":
+        return  # slime has it as a key of its own; that it can be written is all
+    again = store.run("again")
+    again.import_samples(path)
+    assert told(again)[0]["metadata"] == {"slime_sample": mine, "other": 1}
 
 
 @pytest.mark.parametrize("kind", FORMATS[:2])
@@ -415,198 +280,6 @@ def test_weights_that_are_published_meanwhile_are_in_the_manifest(store: Store, 
     again = store.run("again")
     again.import_samples(path)
     assert again.current_version == 1
-    f.sound(again)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_an_export_that_breaks_off_leaves_nothing(store: Store, tmp_path: Path, kind: str) -> None:
-    run, path = lived(store), place(tmp_path, kind)
-
-    def stop(done: int, total: int) -> None:
-        raise RuntimeError("pulled the plug")
-
-    export(run, path, kind, steps=(0, 0))
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and "rollouts.db" not in p.name}
-    with pytest.raises(RuntimeError, match="plug"):
-        export(run, path, kind, progress=stop, force=True)
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and "rollouts.db" not in p.name} == before
-
-
-def test_bad_rows_are_refused_with_their_place(store: Store, tmp_path: Path, exported: tuple[str, Path]) -> None:
-    path = tmp_path / "out.jsonl"
-    shutil.copyfile(exported[1] / "out.jsonl", path)
-    good = [json.loads(line) for line in path.read_text().splitlines()]
-    again = store.run("again")
-    before = f.snapshot(again)
-    for change, field in (
-        ({"id": "x"}, "id"),
-        ({"response_ids": good[0]["response_ids"][:-1]}, "rollout_log_probs"),
-        ({"response_ids": [-1]}, "response_ids"),
-        ({"rollout_log_probs": good[0]["rollout_log_probs"][:-1]}, "rollout_log_probs"),
-        ({"rollout_log_probs": None}, "rollout_log_probs"),
-        ({"segments": good[0]["segments"][:-1]}, "segments"),
-        ({"loss_mask": [1]}, "loss_mask"),
-        ({"status": "done"}, "status"),
-        ({"segments": [{"n_tokens": 0}]}, "segments[0].n_tokens"),
-        ({"segments": [{**good[0]["segments"][0], "kind": "other"}]}, "segments[0].kind"),
-        ({"finish_reason": "a\0b"}, "finish_reason"),
-        ({"rewards": [{"name": "r", "status": "done", "value": float("nan")}]}, "rewards[0].value"),
-        ({"parent": 77, "parent_upto": 0}, "parent"),
-        ({"arrays": [{"seq": 0, "name": "x", "dtype": "float32", "shape": [3], "data": "AAAA"}]}, "arrays[0]"),
-        ({"label": {"deep": "\ud800"}}, "label.deep"),
-        ({"loss_mask": 5}, "loss_mask"),
-        ({"weight_versions": 5}, "weight_versions"),
-        ({"metadata": [1]}, "metadata"),
-        ({"metadata": "x"}, "metadata"),
-        ({"reward": 10**400}, "reward"),
-        ({"segments": [{**good[0]["segments"][0], "version_min": 0, "version_max": 2**31}]}, "segments[0].version_max"),
-        ({"images": [str(tmp_path / "out.jsonl")]}, "images[0]"),
-        ({"images": [{"path": str(path)}]}, "images[0]"),
-        ({"rewards": [{"name": "reward", "status": "pending"}]}, "rewards[0].status"),
-        ({"rewards": [None]}, "rewards[0]"),
-        ({"arrays": [{"seq": 0, "name": "x", "dtype": "float32", "shape": [0], "data": ""}] * 2}, "arrays"),
-        ({"parent_upto": 1}, "parent_upto"),
-        ({"response_ids": [], "segments": [], "arrays": [], "loss_mask": None, "weight_versions": None,
-          "rollout_log_probs": None}, "response_ids"),
-    ):  # fmt: skip
-        path.write_text("".join(json.dumps(r) + "\n" for r in [{**good[0], **change}, *good[1:]]))
-        with pytest.raises(InvalidImport) as error:
-            again.import_samples(path)
-        assert (error.value.rows[0].line, error.value.rows[0].field) == (1, field), error.value
-    assert f.snapshot(again) == before
-
-
-def test_a_fork_that_contradicts_its_parent_is_refused(
-    store: Store, tmp_path: Path, exported: tuple[str, Path]
-) -> None:
-    rows = [json.loads(line) for line in (exported[1] / "out.jsonl").read_text().splitlines()]
-    fork = next(row for row in rows if row["parent_upto"])
-    group = [row for row in rows if row["group"] == fork["group"]]
-    again = store.run("again")
-    before = f.snapshot(again)
-    shared = fork["parent_upto"]
-    longer = fork["response_ids"][:1] * 50
-    for change, field in (
-        ({"response_ids": [99, *fork["response_ids"][1:]]}, "response_ids"),
-        ({"rollout_log_probs": [-9.0, *fork["rollout_log_probs"][1:]]}, "rollout_log_probs"),
-        ({"prompt_ids": [5]}, "prompt_ids"),
-        ({"parent_upto": 50, "response_ids": longer + fork["response_ids"][shared:], "loss_mask": None,
-          "rollout_log_probs": [0.0] * 50 + fork["rollout_log_probs"][shared:],
-          "weight_versions": None}, "parent_upto"),
-    ):  # fmt: skip
-        (tmp_path / "rows.jsonl").write_text(
-            "".join(json.dumps({**row, **change} if row is fork else row) + "\n" for row in group)
-        )
-        with pytest.raises(InvalidImport) as error:
-            again.import_samples(tmp_path / "rows.jsonl")
-        assert error.value.rows[0].field == field, error.value
-    assert f.snapshot(again) == before
-
-
-def test_a_null_among_the_rewards_of_a_parquet_row_is_refused(
-    store: Store, tmp_path: Path, exported: tuple[str, Path]
-) -> None:
-    pa, pq = (library(name) for name in ("pyarrow", "pyarrow.parquet"))
-    table = pq.read_table(exported[1] / "out" / "step=1" / "part-0.parquet")
-    at = table.schema.get_field_index("rewards")
-    nulls = pa.array([[None]] * table.num_rows, table.schema.field("rewards").type)
-    pq.write_table(table.set_column(at, "rewards", nulls), tmp_path / "rows.parquet")
-    with pytest.raises(InvalidImport, match=r"rows\.parquet:1: rewards\[0\]: is not an object"):
-        store.run("again").import_samples(tmp_path / "rows.parquet")
-
-
-def test_files_that_are_cut_short_are_refused(store: Store, tmp_path: Path, exported: tuple[str, Path]) -> None:
-    path = tmp_path / "out"
-    shutil.copytree(exported[1] / "out", path)
-    again = store.run("again")
-    file = path / "step=1" / "part-0.parquet"
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(PromptFileError, match=r"step=1/part-0.parquet: is no readable Parquet file"):
-        again.import_samples(path)
-    file.unlink()
-    with pytest.raises(PromptFileError, match=r"part-0\.parquet"):
-        again.import_samples(path)
-    about = json.loads((path / MANIFEST).read_text())
-    about["files"][0]["path"] = "../../etc/passwd"
-    (path / MANIFEST).write_text(json.dumps(about))
-    with pytest.raises(PromptFileError, match="names files that an export does not have"):
-        again.import_samples(path)
-    (path / MANIFEST).write_text(json.dumps({**about, "format": 99}))
-    with pytest.raises(PromptFileError, match="has format 99"):
-        again.import_samples(path)
-    (path / MANIFEST).unlink()
-    with pytest.raises(PromptFileError, match=MANIFEST):
-        again.import_samples(path)
-    assert again.check() == [] and f.states(again) == []
-
-
-def test_rows_beside_the_manifest_of_others_are_refused(
-    store: Store, tmp_path: Path, exported: tuple[str, Path]
-) -> None:
-    """An export was replaced, and broke off between the rows and their manifest."""
-    rows, beside = tmp_path / "out.jsonl", tmp_path / f"out.jsonl.{MANIFEST.lstrip('_')}"
-    shutil.copyfile(exported[1] / rows.name, rows)
-    told = json.loads((exported[1] / beside.name).read_text())
-    again = store.run("again")
-    before = f.snapshot(again)
-    for key in ("samples", "tokens"):
-        beside.write_text(json.dumps({**told, "counts": {**told["counts"], key: told["counts"][key] + 1}}))
-        with pytest.raises(PromptFileError, match="of two exports"):
-            again.import_samples(rows)
-    beside.write_text(json.dumps({**told, "run_uuid": "0" * 36}))
-    with pytest.raises(InvalidImport, match="run_uuid: is of another run"):
-        again.import_samples(rows)
-    assert f.snapshot(again) == before
-
-
-def test_a_hostile_manifest_is_refused_with_its_field(store: Store, tmp_path: Path, exported: tuple[str, Path]) -> None:
-    rows, beside = tmp_path / "out.jsonl", tmp_path / "out.jsonl.manifest.json"
-    shutil.copyfile(exported[1] / rows.name, rows)
-    told = json.loads((exported[1] / beside.name).read_text())
-    first, last = told["weight_versions"]
-    again = store.run("again")
-    before = f.snapshot(again)
-
-    def versions(*changed: dict[str, Any]) -> dict[str, Any]:
-        return {"weight_versions": list(changed)}
-
-    for change, field in (
-        ({"current_version": None}, "current_version"),
-        ({"current_version": [1]}, "current_version"),
-        ({"current_version": 2}, "current_version"),
-        ({"current_version": True}, "current_version"),
-        ({"timelines": 5}, "timelines"),
-        ({"timelines": [5]}, "timelines[0]"),
-        ({"timelines": [{"number": 0, "parent": "x"}]}, "timelines[0].parent"),
-        ({"timelines": [{"number": 0}, {"number": 0}]}, "timelines[1].number"),
-        ({"timelines": [{"number": 0}, {"number": 1, "parent": 1}]}, "timelines[number 1].parent"),
-        ({"timelines": [{"number": 0, "forked_at_step": "y"}]}, "timelines[0].forked_at_step"),
-        ({"timeline": 9}, "timeline"),
-        (versions(), "current_version"),
-        (versions(first, 5), "weight_versions[1]"),
-        (versions(first, {**last, "version": 2**30}), "weight_versions[1].version"),
-        (versions(first, last, {**last, "label": "other"}), "weight_versions[2].version"),
-        (versions(first, {**last, "label": first["label"]}), "weight_versions[version 1].label"),
-        (versions(first, {**last, "label": "\ud800"}), "weight_versions[1].label"),
-        (versions(first, {**last, "path": "a\0"}), "weight_versions[1].path"),
-        (versions(first, {**last, "parent": 1}), "weight_versions[number 1].parent"),
-        (versions({**first, "parent": 1}, last), "weight_versions[number 0].parent"),
-        (versions(first, {**last, "parent": None}), "weight_versions[number 1].parent"),
-        (versions(first, {**last, "timeline": 7}), "weight_versions[version 1].timeline"),
-        (versions(first, {**last, "depth": 0}), "weight_versions[version 1].depth"),
-        (versions(first, {**last, "depth": 2**29}), "weight_versions[version 1].depth"),
-        ({"counts": None}, "counts"),
-        ({"run_uuid": 5}, "run_uuid"),
-    ):  # fmt: skip
-        beside.write_text(json.dumps({**told, **change}))
-        with pytest.raises(InvalidImport) as error:
-            again.import_samples(rows)
-        assert [(row.source, row.field) for row in error.value.rows] == [(str(beside), field)], error.value
-    assert f.snapshot(again) == before
-    beside.write_text(json.dumps({**told, **versions({**last, "common_depth": 77}, first)}))
-    again.import_samples(rows)
-    assert [v["common_depth"] for v in f.rows(again, "SELECT * FROM weight_version ORDER BY version")] == [0, 1]
     f.sound(again)
 
 

@@ -14,15 +14,19 @@ import pytest
 
 from samplestore import Store
 from samplestore.errors import InvalidSetting
-from samplestore.portable.imports import InvalidImport
+from samplestore.portable import exports
+from samplestore.portable.exports import Selection
+from samplestore.portable.imports import Imported, InvalidImport, read_portable
 from samplestore.portable.replaced import ExportExists
+from samplestore.portable.slime_extras import EXTRAS
 from samplestore.portable.slime_files import SlimeFileError
-from samplestore.portable.slime_samples import EXTRAS, KEY, from_slime, to_slime
-from samplestore.promptfiles import PromptFileError
+from samplestore.portable.slime_samples import KEY, from_slime, to_slime
+from samplestore.promptfiles import InvalidRow, PromptFileError
+from samplestore.rowvalues import BadValue
 
 from ..support import factory as f
 from ..support.extras import library
-from .test_export import lived, told
+from .exporting import lived, told
 
 torch = library("torch")
 
@@ -256,3 +260,46 @@ def test_a_path_needs_a_place_for_the_step(store: Store, tmp_path: Path) -> None
     for template in ("out.pt", "{step}.pt", "{rollout_id}_{rollout_id}.pt", "{rollout_id.real}.pt", "{"):
         with pytest.raises(InvalidSetting, match=r"\{rollout_id\}"):
             run.export(tmp_path / template, format="slime")
+
+
+WEIRD: list[Any] = [
+    True, -1, 2**64, 10**400, float("nan"), "", "\ud800", "a\0", [], {}, {1: 2}, [None], [[1]], [10**400],
+    np.arange(3), [np.arange(3)], torch.arange(3), torch.tensor([]), torch.tensor(1.5), [torch.arange(2)],
+    torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1).expand(10**12), [torch.zeros(1).expand(10**12)],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [*SAMPLE, KEY, "other"])
+def test_whatever_a_field_holds_it_is_taken_or_refused(field: str) -> None:
+    """A tensor has no truth, arrays are equal place by place, and a stride of 0 makes terabytes of one number."""
+    for value in WEIRD:
+        try:
+            (group,) = read_portable([("file", 1, from_slime({**SAMPLE, field: value}))])
+        except BadValue as error:
+            assert error.field or "KiB of arrays" in error.reason
+        else:
+            assert isinstance(group, Imported | InvalidRow)
+
+
+def test_whatever_the_store_itself_said_it_is_taken_or_left(store: Store) -> None:
+    run = lived(store)
+    parts = exports.parts(run, Selection())
+    every = [to_slime(one) for part in parts for one in exports.samples(run, run.uuid, part, Selection())]
+    said = next(one for one in every if one[KEY].get("parent_upto"))
+    changes = [{field: value} for field in said[KEY] for value in WEIRD]
+    for name in ("segments", "rewards"):
+        first = said[KEY][name][0] if said[KEY][name] else {"name": "r", "status": "done"}
+        changes += [{name: [{**first, field: value}]} for field in first for value in WEIRD]
+    for change in changes:
+        try:
+            changed = from_slime({**said, KEY: {**said[KEY], **change}})
+        except BadValue as error:
+            assert "KiB of arrays" in error.reason
+        else:
+            assert changed.response_ids.tolist() == said["tokens"][-said["response_length"] :]
+
+
+def test_tokens_of_the_prompt_that_do_not_compare(store: Store, tmp_path: Path) -> None:
+    path = dump(tmp_path / "0.pt", [{**SAMPLE, "tokens": [torch.arange(2), 2, 3, 7, 8, 9]}] * 2)
+    with pytest.raises(InvalidImport, match=r"samples\[0\].tokens"):
+        store.run("r").import_samples(path)

@@ -194,7 +194,7 @@ def test_why_names_what_is_missing(store: Store) -> None:
         run.score(stage, 1.0)
     assert run.why(1).ready_in_window == 1
     assert codes(run, 1) == []
-    assert "1 of 1 groups are ready" in str(run.why(1))
+    assert "1 of 1 group is ready" in str(run.why(1))
     f.execute(run, "UPDATE sample SET not_before = 0")
     f.finish_all(run, worker)
     trainer = f.register(run, "trainer")

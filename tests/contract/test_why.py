@@ -277,7 +277,7 @@ def test_engines_that_nobody_brings_to_the_weights_are_named_with_what_to_type(s
     run, _ = left_behind(store)
     said = reason(run, "left_behind")
     label = run.weight_versions()[-1].label
-    assert "1 of 1 engines do not serve the run's version 1 (http://e serves 0)" in said
+    assert "1 of 1 engine does not serve the run's version 1 (http://e serves 0)" in said
     assert said.endswith(f"samplestore engines update --path MODEL --label {label}")
     engine(run, label=label)  # the trainer has loaded them
     assert "left_behind" not in dict(run.why().reasons)

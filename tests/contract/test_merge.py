@@ -1,36 +1,35 @@
-"""Merged and forked runs: nothing lost, nothing doubled, nothing that still points at where it came from."""
+"""Merged runs: nothing lost, nothing doubled, nothing that still points at where it came from."""
 
 from __future__ import annotations
 
-import json
+import os
 import shlex
 import shutil
+import signal
 import socket
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import sqlalchemy as sa
 
 import samplestore
-from samplestore import Store, faults
+from samplestore import Store, faults, retention
+from samplestore.backups import backup as backups
 from samplestore.cli.app import run as cli_run
 from samplestore.copies import hidden
 from samplestore.copies import runs as copies
 from samplestore.copies.copying import SourceMoved
 from samplestore.copies.hidden import CopyBusy, CopyLost, Hidden
 from samplestore.copies.runs import MergeRefused
-from samplestore.errors import DatabaseMissing, InvalidSetting, RewindTooFar, RunInUse, RunNotFound, SchemaMismatch
-from samplestore.run import Run
+from samplestore.engine import Database
+from samplestore.errors import DatabaseMissing, InvalidSetting, RunInUse, RunNotFound, SchemaMismatch
 
 from ..support import factory as f
-from .test_export import lived, told
-
-
-class Killed(BaseException):
-    """Stands for a kill: nothing catches it."""
+from ..support.processes import Processes
+from .copying import Killed, all_of, counts, during, go_on, kill_after, lay_down, lose_acknowledgements
+from .exporting import lived
 
 
 @pytest.fixture
@@ -40,84 +39,6 @@ def source(sqlite_template: Path, tmp_path: Path) -> Iterator[Store]:
     shutil.copyfile(sqlite_template, path)
     with samplestore.open(str(path)) as opened:
         yield opened
-
-
-def lay_down(run: Run) -> Run:
-    """Everybody goes: then it may be merged."""
-    f.execute(run, "UPDATE worker SET heartbeat = heartbeat - 1000000")
-    return run
-
-
-def all_of(run: Run) -> list[dict[str, Any]]:
-    """What an export says, with what a copy keeps; owners, of whom none is here."""
-    rows = told(run)
-    for row in rows:
-        row["status"] = "pending or aborted" if row["status"] in ("pending", "aborted") else row["status"]
-        del row["n_aborts"]
-    return rows
-
-
-def kill_after(monkeypatch: pytest.MonkeyPatch, n: int) -> list[int]:
-    """Raise at the n-th transaction of a copy."""
-    passed: list[int] = []
-
-    def reached(where: str) -> None:
-        if where == "copying":
-            passed.append(1)
-            if len(passed) == n:
-                raise Killed
-
-    monkeypatch.setattr(faults, "reached", reached)
-    return passed
-
-
-def during(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], Any], n: int = 1) -> None:
-    """Let something happen once, after the n-th transaction of a copy."""
-    passed: list[int] = []
-
-    def reached(where: str) -> None:
-        if where == "copying":
-            passed.append(1)
-            if len(passed) == n:
-                happens()
-
-    monkeypatch.setattr(faults, "reached", reached)
-
-
-def lose_acknowledgements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Each transaction is committed, its caller hears that the connection broke, and repeats it."""
-    lost: list[str] = []
-
-    def reached(where: str) -> None:
-        if where == "committed":
-            lost.append(where)
-            if len(lost) % 2:
-                raise sa.exc.OperationalError("COMMIT", None, ConnectionError("broke"), connection_invalidated=True)
-
-    monkeypatch.setattr(faults, "reached", reached)
-    return lost
-
-
-def go_on(run: Run, step: int) -> None:
-    """Another step of training, and more answers with its weights."""
-    worker, trainer = f.register(run), f.register(run, "trainer")
-    batch = f.lease(run, trainer, step, max_staleness=9)
-    assert batch is not None
-    f.commit(run, batch, trainer)
-    run.publish_weights(f"/w/{step + 1}", step=step)
-    run.add_prompts([{"prompt_ids": [7, 7, i], "label": "more", "dataset": "more"} for i in range(2)])
-    run.admit()
-    f.finish_all(run, worker)
-
-
-def counts(run: Run) -> dict[str, int]:
-    of_sample = ("segment", "segment_array", "episode_step")
-    tables = ("prompt", "sample_group", "sample", "stage", "request", "batch", "event", "weight_version", "timeline")
-    found = {t: f.value(run, f"SELECT count(*) FROM {t} WHERE run_id = :r", r=run.id) for t in tables}
-    for t in of_sample:
-        of_run = f"SELECT count(*) FROM {t} x JOIN sample s ON s.id = x.sample_id WHERE run_id = :r"
-        found[t] = f.value(run, of_run, r=run.id)
-    return found
 
 
 def test_a_merged_run_is_the_run(store: Store, source: Store, tmp_path: Path) -> None:
@@ -308,11 +229,98 @@ def test_several_sources_and_equal_names(store: Store, source: Store, sqlite_tem
         f.sound(store.existing_run(name))
 
 
+def test_a_name_that_is_taken_with_the_uuid_behind_it(store: Store, source: Store) -> None:
+    one = lay_down(f.make_run(source, "one"))
+    taken = ["one", f"one-{one.uuid[:8]}", f"one-{one.uuid[:8]}-2"]
+    for name in taken:
+        f.make_run(store, name)
+    assert [d.run for d in copies.merge(store, source.database.shown_url)] == [f"one-{one.uuid[:8]}-3"]
+
+
+def test_what_came_by_way_of_another_database_is_there_already(
+    store: Store, source: Store, sqlite_template: Path, tmp_path: Path
+) -> None:
+    one = lay_down(lived(source, "one"))
+    shutil.copyfile(sqlite_template, tmp_path / "between.db")
+    with samplestore.open(str(tmp_path / "between.db")) as between:
+        copies.merge(between, source.database.shown_url)
+        copies.merge(store, between.database.shown_url)
+    (done,) = copies.merge(store, source.database.shown_url)
+    assert (done.groups, done.existing) == (0, 8)
+    f.sound(store.existing_run("one"))
+    one.add_prompts([{"prompt_ids": [5]}])
+    with pytest.raises(MergeRefused, match="went on after it was merged"):
+        copies.merge(store, source.database.shown_url)
+
+
+def test_of_a_source_comes_all_or_nothing(store: Store, source: Store) -> None:
+    """What is refused is refused before the runs beside it are copied."""
+    first, second = (lay_down(f.make_run(source, name)) for name in ("first", "second"))
+    copies.merge(store, source.database.shown_url)
+    retention.remove(store.existing_run(first.name))
+    second.add_prompts([{"prompt_ids": [5]}])
+    with pytest.raises(MergeRefused, match=r"'second' went on .* Nothing of it was merged"):
+        copies.merge(store, source.database.shown_url)
+    assert store.run_names() == ["second"]
+
+
+def test_a_run_that_came_there_by_no_merge(store: Store, source: Store, db_url: str, tmp_path: Path) -> None:
+    """The target itself, or a file that was copied."""
+    lay_down(f.make_run(store, "one"))
+    with pytest.raises(MergeRefused, match=r"is the target itself|came there by no merge"):
+        copies.merge(store, db_url)
+    lay_down(f.make_run(source, "other"))
+    backups.backup(source.database, tmp_path / "copied.db")
+    with samplestore.open(str(tmp_path / "copied.db")) as copied:
+        with pytest.raises(MergeRefused, match="came there by no merge"):
+            copies.merge(copied, source.database.shown_url)
+        assert copied.run_names() == ["other"]
+    if store.database.is_sqlite:
+        os.link(store.database.path, tmp_path / "link.db")
+        with pytest.raises(MergeRefused, match="is the target itself"):
+            copies.merge(store, tmp_path / "link.db")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_merge_whose_process_is_killed(
+    db_url: str, store: Store, source: Store, processes: Processes, n: int
+) -> None:
+    one = lay_down(lived(source, "one"))
+    command = [sys.executable, "-m", "samplestore.cli", "merge", db_url, str(source.database.path)]
+    killed = processes.start(command, name="merge", env={faults.VARIABLE: f"copying=kill@{n}"})
+    assert killed.wait(60) == -signal.SIGKILL
+    (name,) = store.run_names()
+    assert Hidden.parse(name) is not None
+    (done,) = copies.merge(store, source.database.shown_url)
+    assert done.groups + done.existing == 8 and store.run_names() == ["one"]
+    assert all_of(store.existing_run("one")) == all_of(one)
+    f.sound(store.existing_run("one"))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_a_backup_that_is_taken_during_a_merge(
+    source: Store, sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    """It is restored as it was, and the merge goes on in it: what is not finished keeps no promises yet."""
+    one = lay_down(lived(source, "one"))
+    with samplestore.open(sqlite_url) as store:
+        during(monkeypatch, lambda: backups.backup(store.database, tmp_path / "backup.db"), n)
+        copies.merge(store, source.database.shown_url)
+    backups.restore(tmp_path / "backup.db", Database(f"sqlite:///{tmp_path}/restored.db"))
+    with samplestore.open(f"sqlite:///{tmp_path}/restored.db") as restored:
+        (name,) = restored.run_names()
+        assert Hidden.parse(name) is not None
+        monkeypatch.setattr(hidden, "_ended", lambda host, pid: False)  # this process
+        copies.merge(restored, source.database.shown_url)
+        assert restored.run_names() == ["one"] and all_of(restored.existing_run("one")) == all_of(one)
+        f.sound(restored.existing_run("one"))
+
+
 def test_what_is_not_merged(store: Store, source: Store, tmp_path: Path, db_url: str) -> None:
     one = f.make_run(source, "one")
     f.register(one)
     url = source.database.shown_url
-    with pytest.raises(RunInUse, match="live workers"):
+    with pytest.raises(RunInUse, match="live worker"):
         copies.merge(store, url)
     lay_down(one)
     worker = f.register(one)
@@ -338,152 +346,27 @@ def test_what_is_not_merged(store: Store, source: Store, tmp_path: Path, db_url:
         copies.merge(store, url)
 
 
-def test_side_car_files_are_the_copies_own(store: Store, source: Store, tmp_path: Path) -> None:
-    run = f.make_run(source, "one", array_url=str(tmp_path / "arrays"), array_file_bytes=1)
+def test_side_car_files_are_the_copies_own_and_images_come_along(store: Store, source: Store, tmp_path: Path) -> None:
+    run = f.make_run(source, "one", prompts=0, admit=False, array_url=str(tmp_path / "arrays"), array_file_bytes=1)
+    content = [{"type": "image"}, {"type": "text", "text": "?"}]
+    image = b"\x89PNG\r\n\x1a\npixels"
+    run.add_prompts([{"messages": [{"role": "user", "content": content}], "prompt_ids": [9, 9], "images": [image]}])
+    run.admit()
     worker = f.register(run)
     for claim in run.claim(worker, 2):
         f.add(run, claim, 3, 0, "stop")
         run.attach(claim, "values", np.arange(3, dtype=np.float32))
         run.finish(claim)
     lay_down(run)
+    before = all_of(run)
+    assert any(row["images"] for row in before) and any(row["arrays"] for row in before)
     copies.merge(store, source.database.shown_url)
     merged = store.existing_run("one")
     shutil.rmtree(tmp_path / "arrays" / run.uuid)
+    assert all_of(merged) == before
     sample = f.value(merged, "SELECT min(sample_id) FROM segment_array")
     assert merged.array(sample, "values")[0].tolist() == [0, 1, 2]
     f.sound(merged)
-
-
-def test_a_fork_stands_where_the_checkpoint_stood(store: Store) -> None:
-    run = lived(store, "one")
-    before = f.snapshot(run)
-    done = copies.fork(store, "one", 0, "two")
-    fork = store.existing_run("two")
-    assert fork.uuid != run.uuid and done.groups == 8 and done.version == fork.current_version
-    of_run = {t: [r for r in rows if r.get("run_id", run.id) == run.id] for t, rows in f.snapshot(run).items()}
-    assert of_run["sample_group"] == before["sample_group"] and of_run["sample"] == before["sample"], "not changed"
-    assert [g["state"] for g in f.rows(fork, "SELECT state FROM sample_group WHERE run_id = :r", r=fork.id)].count(
-        "consumed"
-    ) == 2
-    run.rewind(step=0)  # what a rewind does to the run itself, the fork has seen already
-    assert f.states(fork) == f.states(run)
-    newest = ("step", "depth", "common_depth", "path", "timeline", "parent")
-    versions = [
-        f.rows(r, "SELECT * FROM weight_version WHERE run_id = :r ORDER BY version", r=r.id) for r in (run, fork)
-    ]
-    assert [[v[k] for k in newest] for v in versions[0]] == [[v[k] for k in newest] for v in versions[1]]
-    (event,) = f.events(fork, "copy")
-    told = json.loads(event["details"]) if store.database.is_sqlite else event["details"]
-    assert told == {"forked_from": run.uuid, "forked_run": "one", "step": 0}
-    f.sound(run)
-    f.sound(fork)
-
-
-def test_both_go_on_from_a_fork(store: Store) -> None:
-    run = lived(store, "one")
-    fork = store.existing_run(copies.fork(store, "one", 1, "two").run)
-    worker = f.register(fork)
-    assert len(fork.claim(worker, 100)) == 2
-    trainer = f.register(fork, "trainer")
-    assert f.lease(fork, trainer, 2, max_staleness=9) is not None
-    assert f.lease(run, f.register(run, "trainer"), 2, max_staleness=9) is not None
-    f.sound(run)
-    f.sound(fork)
-
-
-def test_a_killed_fork_goes_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    lived(store, "one")
-    with monkeypatch.context() as killing:
-        killing.setattr("samplestore.copies.copying.CHUNK", 3)
-        kill_after(killing, 3)
-        with pytest.raises(Killed):
-            copies.fork(store, "one", 0, "two")
-    done = copies.fork(store, "one", 0, "two")
-    assert done.existing == 6 and sorted(store.run_names()) == ["one", "two"]
-    f.sound(store.existing_run("two"))
-
-
-def test_forks_that_are_refused(store: Store) -> None:
-    run = lived(store, "one")
-    with pytest.raises(InvalidSetting, match="a run that is not there yet"):
-        copies.fork(store, "one", 0, "one")
-    with pytest.raises(InvalidSetting, match="newest of this timeline"):
-        copies.fork(store, "one", 9, "two")
-    run.prune(keep_steps=1)
-    with pytest.raises(RewindTooFar):
-        copies.fork(store, "one", -1, "two")
-    assert store.run_names() == ["one"]
-    copies.fork(store, "one", 1, "two")
-    f.sound(store.existing_run("two"))
-
-
-def test_a_fork_of_a_run_at_work(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What happens while it is copied: new weights, answers with them, prompts, groups and a step."""
-    run = lay_down(lived(store, "one", max_staleness=9))
-    run.reap()
-    with monkeypatch.context() as meanwhile:
-        during(meanwhile, lambda: go_on(run, 2))
-        done = copies.fork(store, "one", 1, "two")
-    fork = store.existing_run("two")
-    newest = f.value(fork, "SELECT max(version_max) FROM sample WHERE run_id = :r", r=fork.id)
-    assert newest == run.current_version == 2, "an answer of meanwhile was copied"
-    assert fork.current_version == done.version == 3
-    restored = next(v for v in fork.weight_versions() if v.version == 3)
-    assert (restored.step, restored.path) == (0, "/w/1")
-    versions = [v.version for v in fork.weight_versions()]
-    assert versions == [0, 1, 2, 3]
-    number = "SELECT n_prompts, n_groups FROM run WHERE id = :r"
-    assert f.rows(fork, number, r=fork.id) == [{"n_prompts": 8, "n_groups": 8}]
-    held = f.rows(fork, "SELECT dataset, count(*) AS n FROM prompt WHERE run_id = :r GROUP BY dataset", r=fork.id)
-    assert held == [{"dataset": "default", "n": 8}]
-    f.sound(fork)
-    run.rewind(step=1)
-    of_group = "SELECT number, oldest_version, state FROM sample_group WHERE run_id = :r AND number < 8 ORDER BY number"
-    assert f.rows(fork, of_group, r=fork.id) == f.rows(run, of_group, r=run.id)
-
-
-def test_a_fork_of_a_run_that_is_rewound_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = lived(store, "one")
-    with monkeypatch.context() as meanwhile:
-        during(meanwhile, lambda: run.rewind(step=0))
-        with pytest.raises(SourceMoved, match="was rewound"):
-            copies.fork(store, "one", 1, "two")
-    copies.fork(store, "one", 0, "two")
-    assert store.run_names() == ["one", "two"]
-    f.sound(store.existing_run("two"))
-
-
-def test_a_killed_fork_begins_anew_where_the_run_went_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = lived(store, "one", max_staleness=9)
-    with monkeypatch.context() as killing:
-        killing.setattr("samplestore.copies.copying.CHUNK", 3)
-        kill_after(killing, 3)
-        with pytest.raises(Killed):
-            copies.fork(store, "one", 0, "two")
-    assert store.existing_run().name == "one", "half a run is not the newest"
-    go_on(run, 2)
-    done = copies.fork(store, "one", 0, "two")
-    fork = store.existing_run("two")
-    assert (done.existing, done.version, store.run_names()) == (0, 3, ["one", "two"])
-    run.rewind(step=0)
-    of_group = "SELECT number, oldest_version, state FROM sample_group WHERE run_id = :r ORDER BY number"
-    assert f.rows(fork, of_group, r=fork.id) == f.rows(run, of_group, r=run.id)
-    f.sound(fork)
-
-
-def test_two_forks_of_one_name(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    lived(store, "one")
-
-    def again() -> None:
-        for step in (0, 1):
-            with pytest.raises(CopyBusy, match="'two' is being copied"):
-                copies.fork(store, "one", step, "two")
-
-    with monkeypatch.context() as meanwhile:
-        during(meanwhile, again)
-        copies.fork(store, "one", 0, "two")
-    assert store.run_names() == ["one", "two"]
-    f.sound(store.existing_run("two"))
 
 
 def test_a_name_that_is_taken_meanwhile(store: Store, source: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""Copies of a whole database, taken while it is in use, and a database made of one."""
