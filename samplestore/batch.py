@@ -27,6 +27,7 @@ from samplestore.tensors import BatchSample
 from samplestore.types import Floats
 from samplestore.verbs import batches as verbs
 from samplestore.verbs.tx import Transactor
+from samplestore.words import amount
 
 log = logging.getLogger("samplestore.batches")
 
@@ -55,6 +56,12 @@ class Batch:
         self.plan: list[list[int]] | None = None if plan is None else plan["samples"]  # ids, of each rank
         # A replay has nothing to settle. Not by the row: a lease that was lost meanwhile must fail at its commit.
         self.settled = worker_id is None and row.state == BatchState.COMMITTED
+
+    def __repr__(self) -> str:
+        of = f", rank {self.rank} of {self.world}" if self.world > 1 else ""
+        size = f"{amount(self.n_groups, 'group')}, {amount(self.n_samples, 'sample')}, {amount(self.n_tokens, 'token')}"
+        state = "settled" if self.settled else "leased"
+        return f"<Batch {self.id}: step {self.step}, timeline {self.timeline}, {size}{of}, {state}>"
 
     def __enter__(self) -> Batch:
         return self

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ from samplestore.types import Why, choice
 from samplestore.verbs import batches as verbs
 from samplestore.verbs import liveness, prompts
 from samplestore.verbs.tx import Transactor
+from samplestore.words import amount, did_you_mean
 
 log = logging.getLogger("samplestore.batches")
 
@@ -51,11 +53,22 @@ def trainer_id(run: Transactor) -> int:
     with _trainers_lock:
         hearts: dict[int, Heart] = run.database.hearts
         heart = hearts.get(run.id)
-        if heart is None or heart.dead.is_set():
+        if heart is None or not heart.beats_here:
             worker_id = run.transact(lambda tx: liveness.register(tx, WorkerKind.TRAINER.value))
             heart = hearts[run.id] = Heart(run, worker_id)
             run.database.on_close.append(heart.leave)
         return heart.worker_id
+
+
+def renounce(run: Transactor, owner: int) -> None:
+    """This process was away for longer than its ttl, and its trainer row is dead: trainer_id registers anew. Another
+    thread may have done so already; then the new heart beats on."""
+    with _trainers_lock:
+        heart = run.database.hearts.get(run.id)
+        if heart is None or heart.worker_id != owner:
+            return
+        del run.database.hearts[run.id]
+    heart.stop()
 
 
 def take(
@@ -116,7 +129,7 @@ def take(
         if only is None or len(only) >= wanted or told.ready_in_window < wanted:
             return told
         name = getattr(buffer_filter, "__name__", "") or repr(buffer_filter)
-        short = f"the buffer filter {name} returned {len(only)} of the {wanted} groups that the batch needs"
+        short = f"the buffer filter {name} returned {len(only)} of the {amount(wanted, 'group')} that the batch needs"
         return replace(told, reasons=[("buffer_filter", short), *told.reasons])
 
     wait = Wait(step, timeout, stop, reasons)
@@ -137,9 +150,7 @@ def take(
                 raise
             batch_id = None
         except WorkerDead:
-            # This process was away for longer than its ttl. It holds nothing yet, so it registers anew.
-            if (heart := run.database.hearts.pop(run.id, None)) is not None:
-                heart.stop()
+            renounce(run, owner)  # it holds nothing yet
             continue
         if batch_id is not None:
             row = row_of(run, batch_id)
@@ -153,10 +164,22 @@ def take(
         if time.monotonic() >= tidy_at:
             tidy_at = time.monotonic() + 1.0
             run.transact(prompts.admit)
-            if run.database.hearts[run.id].may_reap:
+            heart = run.database.hearts.get(run.id)
+            if heart is not None and heart.may_reap:
                 run.transact(partial(liveness.reap, reaper_id=owner))
             raise_worker_failure(run)
         wait.sleep()
+
+
+OPTIONS = tuple(p.name for p in inspect.signature(take).parameters.values() if p.kind is p.KEYWORD_ONLY)
+
+
+def require_options(called: str, options: Iterable[str], without: Collection[str] = ()) -> None:
+    """That these are options of `take`: who calls it by another name is told of that one. Raises TypeError."""
+    known = [name for name in OPTIONS if name not in without]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{called} has no option {name!r}.{did_you_mean(name, known)} It has: {', '.join(known)}")
 
 
 class Wait:

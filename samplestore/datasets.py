@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from samplestore.batch import Batch
-from samplestore.batches import take
+from samplestore.batches import require_options, take
 from samplestore.errors import BatchTimeout, InvalidSetting, MissingExtra, SampleStoreError
 from samplestore.types import whole
 from samplestore.verbs.tx import Transactor
@@ -40,14 +40,15 @@ class Steps:
     close()    give back what was leased ahead, and the step in hand unless it is committed; a `with` block does it
 
     Asking for the next step commits the one in hand, unless that is done: the body of the loop has trained and saved.
-    A loop that is left early gives it back: call `commit` before a `break` that is meant. On ranks above 0 `commit`
-    asks whether the lease still stands, as Batch does. A lease that can't be had (BatchTimeout, WorkerFailed, ...) is
-    raised by the loop when it comes to that step.
+    A loop that is left early gives it back: call `commit` before a `break` that is meant. `close` in the body ends the
+    loop too. On ranks above 0 `commit` asks whether the lease still stands, as Batch does. A lease that can't be had
+    (BatchTimeout, WorkerFailed, ...) is raised by the loop when it comes to that step.
     """
 
     def __init__(
         self, run: Transactor, steps: Iterable[int], groups: int | None = None, *, prefetch: int = 1, **options: Any
     ) -> None:  # fmt: skip
+        require_options("samplestore.datasets", options, without=("stop",))
         self._run, self._steps, self._groups, self._options = run, steps, groups, options
         self._prefetch = whole("prefetch", prefetch)
         self._stop = threading.Event()
@@ -58,7 +59,8 @@ class Steps:
     def __iter__(self) -> Iterator[Batch]:
         if self._thread is not None:
             raise SampleStoreError("these steps are in a loop already; leave it, or call close(), before the next")
-        self._stop, self._room = threading.Event(), threading.Semaphore(self._prefetch)
+        stop = self._stop = threading.Event()
+        self._room = threading.Semaphore(self._prefetch)
         self._ready: queue.SimpleQueue[Batch | _Failed | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._ahead, name="samplestore-prefetch", daemon=True)
         self._thread.start()
@@ -66,9 +68,12 @@ class Steps:
             while (got := self._next()) is not None:
                 self.batch = got
                 yield got
+                if stop.is_set():
+                    return  # close() was called in the loop: what was in hand is given back, and nothing follows
                 self.commit()
         finally:
-            self.close()
+            if not stop.is_set():  # else `close` is done, or another loop's to call
+                self.close()
 
     def _next(self) -> Batch | None:
         self._asked_at = time.monotonic()
@@ -83,10 +88,11 @@ class Steps:
         return got
 
     def commit(self) -> None:
-        """Settle the step in hand, once. Raises LeaseLost; on ranks above 0 BatchReleased."""
-        batch, self.batch = self.batch, None
-        if batch is not None:
-            batch.__exit__(None, None, None)
+        """Settle the step in hand, once; where that fails it stays in hand. Raises LeaseLost; on ranks above 0
+        BatchReleased."""
+        if self.batch is not None:
+            self.batch.__exit__(None, None, None)
+            self.batch = None
 
     def close(self) -> None:
         """Give back what is not committed. Repeatable."""

@@ -20,6 +20,7 @@ from samplestore.statements.prepared import Prepared
 from samplestore.states import SegmentKind, StalePolicy
 from samplestore.tensors import BatchSample, Whole
 from samplestore.verbs.tx import Transactor
+from samplestore.words import amount
 
 batch_group, group, sample, segment, prompt, version = (
     t.__table__ for t in (BatchGroup, SampleGroup, Sample, Segment, PromptRow, WeightVersionRow)
@@ -34,6 +35,10 @@ class BatchGroupView:
     number: int
     staleness: int | None
     samples: list[BatchSample]
+
+    def __repr__(self) -> str:
+        lag = "unknown" if self.staleness is None else self.staleness
+        return f"<BatchGroupView {self.number}: {amount(len(self.samples), 'sample')}, staleness {lag}>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +39,7 @@ class Heart:
     ) -> None:
         self.run, self.worker_id = run, worker_id
         self.interval_s = interval_s or min(5.0, run.settings.heartbeat_ttl_s / 5)
+        self._pid = os.getpid()
         self._ticked, self._on_beat, self._on_dead = ticked, on_beat, on_dead
         self._stop = threading.Event()
         self._last_tick = float("-inf")
@@ -79,8 +81,15 @@ class Heart:
     def may_reap(self) -> bool:
         return time.monotonic() >= self._reap_at
 
+    @property
+    def beats_here(self) -> bool:
+        """Not in a process that was forked: the worker, and all that it holds, is its parent's."""
+        return self._pid == os.getpid() and not self.dead.is_set()
+
     def leave(self) -> None:
         """Stop, and say goodbye: what the worker still holds is free at once. Waiting for a reap does the same."""
+        if self._pid != os.getpid():
+            return
         self.stop()
         if not self.dead.is_set():
             try:

@@ -1,10 +1,10 @@
 """Importance ratios between the weights being trained and those that wrote the tokens: of stale tokens, and of tokens
 whose engine computes other log-probs than the trainer does with the same weights.
 
-All take numpy arrays or torch tensors of one kind and give the same kind; gradients go through `new`. Shapes are those
-of batch.tensors(): packed [T] or padded [B, L]. `mask` is the loss mask: where it is 0 nothing is looked at, and the
-log-ratio is 0 (the ratio 1), so that padding and prompts can't bring inf or NaN into a sum. Where it is 1, a log-prob
-that is not finite raises ValueError with its place. A log-ratio is clamped to +-20 before exp, which float32 holds.
+All take numpy arrays or torch tensors of one kind and give the same kind, in float32 at least; gradients go through
+`new`. Shapes are those of batch.tensors(): packed [T] or padded [B, L]. `mask` is the loss mask: where it is 0 nothing
+is looked at, and the log-ratio is 0 (the ratio 1), so that padding and prompts can't bring inf or NaN into a sum. Where
+it is 1, a log-prob that is not finite raises ValueError with its place. A log-ratio is clamped to +-20 before exp.
 
     log r = new - old,  r = pi_new(token) / pi_old(token)
 """
@@ -25,6 +25,7 @@ def log_ratio(new: Any, old: Any, mask: Any) -> Any:
     if not new.shape == old.shape == mask.shape:
         raise ValueError(f"new {_dims(new)}, old {_dims(old)} and mask {_dims(mask)} must have one shape")
     xp, used = _of(new), mask > 0
+    new, old = _single(new), _single(old)
     for name, values in (("new", new), ("old", old)):
         bad = used & ~xp.isfinite(values)
         if bool(bad.any()):
@@ -44,7 +45,7 @@ def sequence_ratio(new: Any, old: Any, mask: Any, cu_seqlens: Any = None) -> Any
     """[B]: s = exp(mean over the sample's tokens with mask 1 of (new_t - old_t)), the geometric mean of its token
     ratios; 1 for a sample without such a token. GSPO, arXiv:2507.18071, eq. 7.
 
-    cu_seqlens   int [B+1], where samples begin and end, of packed [T]; padded [B, L] needs none
+    cu_seqlens   int [B+1], an array or tensor: where samples begin and end, of packed [T]; padded [B, L] needs none
     Raises ValueError.
     """
     logs = log_ratio(new, old, mask)
@@ -54,8 +55,9 @@ def sequence_ratio(new: Any, old: Any, mask: Any, cu_seqlens: Any = None) -> Any
             raise ValueError(f"{_dims(logs)} is not padded [B, L]; a packed batch needs cu_seqlens")
         total, n = logs.sum(-1), used.sum(-1)
     else:
-        if logs.ndim != 1 or int(cu_seqlens[-1]) != logs.shape[0]:
-            raise ValueError(f"cu_seqlens ends at {int(cu_seqlens[-1])}, and the log-probs are {_dims(logs)}")
+        ends = cu_seqlens.tolist()
+        if logs.ndim != 1 or ends[:1] + ends[-1:] != [0, logs.shape[0]] or ends != sorted(ends):
+            raise ValueError(f"cu_seqlens must rise from 0 to the end of packed [T]; the log-probs are {_dims(logs)}")
         total, n = _sums(logs, cu_seqlens), _sums(used, cu_seqlens)
     return _of(logs).exp(total / n.clip(1, None))
 
@@ -96,6 +98,13 @@ def _of(array: Any) -> Any:
     """The library of an array. torch is never imported here: who passes a tensor has it."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and isinstance(array, torch.Tensor) else np
+
+
+def _single(array: Any) -> Any:
+    """In float32 at least: exp(20) is no float16."""
+    if isinstance(array, np.ndarray):
+        return array.astype(np.float32) if array.dtype.itemsize < 4 else array
+    return array.float() if array.element_size() < 4 else array
 
 
 def _sums(values: Any, cu_seqlens: Any) -> Any:

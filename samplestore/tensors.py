@@ -38,6 +38,7 @@ from samplestore.advantages import advantages
 from samplestore.arrays import EXPERTS
 from samplestore.errors import InvalidSegment, InvalidSetting, MissingExtra
 from samplestore.types import Floats, Ids
+from samplestore.words import amount
 
 Arrays = dict[str, npt.NDArray[Any]]
 Lengths = npt.NDArray[np.int64]
@@ -78,6 +79,10 @@ class BatchSample:
     shared: int = 0  # response tokens at its front that belong to what it was forked from
     unscored: bool = False  # the run gives rewards, and this one could not be read: loss_mask is 0 everywhere
     removed: str | None = None  # why a sample filter took it out of the loss: then loss_mask is 0 everywhere
+
+    def __repr__(self) -> str:
+        tokens = f"{self.prompt_ids.size:,} + {amount(responses.length(self.runs), 'token')}"
+        return f"<BatchSample {self.group_number}/{self.index}: {tokens}, {self.status}, reward {self.reward}>"
 
     @cached_property
     def response_ids(self) -> Ids:
@@ -122,8 +127,10 @@ class Whole:
         return cls(ids[0], ids[1], ids[2], np.array(rewards, np.float32), np.array(trained, np.int64))
 
     def places(self, samples: Sequence[BatchSample]) -> npt.NDArray[np.intp]:
-        """Where these samples stand in the batch."""
+        """Where these samples stand in the batch. Raises InvalidSetting."""
         at = {id: place for place, id in enumerate(self.sample_ids.tolist())}
+        if strange := [sample.sample_id for sample in samples if sample.sample_id not in at]:
+            raise InvalidSetting("samples", strange, "samples of this batch: batch.samples, batch.micro_batches(...)")
         return np.array([at[sample.sample_id] for sample in samples], dtype=np.intp)
 
     def mask_sums(self) -> Floats:
@@ -133,7 +140,8 @@ class Whole:
 
 
 def arrays(samples: Sequence[BatchSample], whole: Whole, layout: str = "packed", method: str = "grpo") -> Arrays:
-    """numpy arrays of `samples` as the module says. Raises ValueError for another layout or method."""
+    """numpy arrays of `samples` as the module says. Raises ValueError for another layout or method, InvalidSetting for
+    samples of another batch."""
     if layout not in ("packed", "padded"):
         raise ValueError(f"layout={layout!r} is not 'packed' or 'padded'")
     prompts = np.array([s.prompt_ids.size for s in samples], dtype=np.int64)
@@ -239,7 +247,7 @@ def per_sample(samples: Sequence[BatchSample], values: Any, name: str) -> list[F
         found, wanted = [list(row.shape) for row in rows], [[n] for n in answers.tolist()]
         if found != wanted:
             pairs = zip(samples, found, wanted, strict=False)
-            told = f"{len(found)} rows for {len(wanted)} samples"
+            told = f"{amount(len(found), 'row')} for {amount(len(wanted), 'sample')}"
             for sample, has, needs in pairs:
                 if has != needs:
                     told = f"shape {has} for sample {sample.sample_id}, expected {needs}: its response"

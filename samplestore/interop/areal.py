@@ -18,6 +18,7 @@ from samplestore.interop import parts
 from samplestore.portable.samples import Piece, PortableSample
 from samplestore.states import SampleStatus, SegmentKind
 from samplestore.tensors import BatchSample, as_torch
+from samplestore.types import MAX_WHOLE
 
 UNKNOWN = -1
 KEYS = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards")
@@ -68,7 +69,7 @@ def samples_of(given: Mapping[str, Any], *, group: int = 0, label: Any = None) -
 
     Raises InvalidSegment where arrays disagree, or a row has no generated token.
     """
-    arrays = {name: _array(given, name) for name in KEYS}
+    arrays = {name: parts.array_of(given, name) for name in KEYS}
     shape = arrays["input_ids"].shape
     for name in KEYS[:-1]:
         if arrays[name].shape != shape or len(shape) != 2:
@@ -79,22 +80,18 @@ def samples_of(given: Mapping[str, Any], *, group: int = 0, label: Any = None) -
     return [_sample(arrays, row, group, shape[0], label) for row in range(shape[0])]
 
 
-def _array(given: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
-    value = given.get(name)
-    if value is None:
-        raise InvalidSegment("is missing", field=name)
-    return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
-
-
 def _sample(arrays: Mapping[str, npt.NDArray[Any]], row: int, group: int, size: int, label: Any) -> PortableSample:
     there = arrays["attention_mask"][row].astype(bool)
     end = int(there.sum())
     if not there[:end].all():
         raise InvalidSegment(f"row {row} is not padded on the right", field="attention_mask")
     ids = codec.token_ids(arrays["input_ids"][row, :end].tolist(), "input_ids")
-    loss, versions = arrays["loss_mask"][row, :end].astype(np.int32), arrays["versions"][row, :end].astype(np.int32)
-    if np.any((loss != 0) & (loss != 1)) or np.any(versions < UNKNOWN):
-        raise InvalidSegment(f"row {row}: loss_mask must be 0 or 1, versions from -1", field="loss_mask")
+    loss, versions = arrays["loss_mask"][row, :end], arrays["versions"][row, :end]
+    if np.any((loss != 0) & (loss != 1)):
+        raise InvalidSegment(f"loss_mask of row {row} must be 0 or 1", field="loss_mask")
+    if np.any((versions < UNKNOWN) | (versions > MAX_WHOLE) | (versions % 1 != 0)):
+        raise InvalidSegment(f"versions of row {row} must be whole numbers from -1", field="versions")
+    loss, versions = loss.astype(np.int32), versions.astype(np.int32)
     made = (loss == 1) | (versions >= 0)
     if not made.any():
         raise InvalidSegment(f"row {row} has no generated token", field="loss_mask")
@@ -105,7 +102,7 @@ def _sample(arrays: Mapping[str, npt.NDArray[Any]], row: int, group: int, size: 
     return PortableSample(
         group=group, sample=row, group_size=size, prompt_ids=ids[:start], response_ids=ids[start:], label=label,
         rollout_log_probs=probs, pieces=pieces, status=SampleStatus.COMPLETED.value,
-        reward=float(arrays["rewards"][row]),
+        reward=parts.reward_of(arrays["rewards"][row], "rewards"),
     )  # fmt: skip
 
 

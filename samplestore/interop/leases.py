@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from samplestore.batches import Batch, take, trainer_id
+from samplestore.batches import Batch, renounce, take, trainer_id
 from samplestore.errors import WorkerDead
 from samplestore.run import Run
 from samplestore.verbs import seen
@@ -26,10 +26,7 @@ def as_trainer(run: Run, work: Callable[..., T]) -> T:
         try:
             return run.transact(partial(work, worker_id=owner), durable=True)
         except WorkerDead:
-            heart = run.database.hearts.get(run.id)
-            if heart is not None and heart.worker_id == owner:  # another thread may have replaced it
-                del run.database.hearts[run.id]
-                heart.stop()
+            renounce(run, owner)
 
 
 class Leases:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from samplestore import codec
+from samplestore.errors import InvalidSegment
 from samplestore.tensors import BatchSample
 from samplestore.types import Ids
 
@@ -46,3 +50,25 @@ def origins(samples: Sequence[BatchSample]) -> list[tuple[int, int]]:
         made.append((root, seen[one.group_id, root]))
         seen[one.group_id, root] += 1
     return made
+
+
+def array_of(given: Mapping[str, Any], name: str) -> npt.NDArray[Any]:
+    """What a foreign sample says under a name: numbers, numpy or torch. Raises InvalidSegment."""
+    value = given.get(name)
+    if value is None:
+        raise InvalidSegment(f"{name} is missing", field=name)
+    try:
+        made = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError) as error:  # rows of several lengths
+        raise InvalidSegment(f"{name} is no array: {str(error)[:200]}", field=name) from None
+    if made.dtype.kind not in "biuf":
+        raise InvalidSegment(f"{name} must be numbers, not {made.dtype}", field=name)
+    return made
+
+
+def reward_of(value: Any, name: str) -> float:
+    """The reward that a foreign sample says. Raises InvalidSegment."""
+    number = codec.reward(value)
+    if number is None:
+        raise InvalidSegment(f"{name} is {value!s:.80}, no number from -1e25 to 1e25", field=name)
+    return number

@@ -18,6 +18,7 @@ from samplestore.errors import InvalidSegment
 from samplestore.interop import parts
 from samplestore.portable.samples import Piece, PortableSample
 from samplestore.states import SegmentKind
+from samplestore.words import amount
 
 
 def training_samples(
@@ -59,15 +60,15 @@ def training_samples(
 def sample_of(given: Mapping[str, Any], *, group: int = 0, sample: int = 0, size: int = 1) -> PortableSample:
     """The sample of a TrainingSample's fields. It does not say where its prompt ends and which weights made a token:
     the prompt ends where the first token is trained, and versions are unknown. Raises InvalidSegment."""
-    ids = codec.token_ids(list(given["token_ids"]), "token_ids")
-    mask = np.asarray(given["mask"], np.bool_)
+    ids = codec.token_ids(parts.array_of(given, "token_ids").tolist(), "token_ids")
+    mask = parts.array_of(given, "mask").astype(np.bool_)
     if mask.size != ids.size:
-        raise InvalidSegment(f"mask has {mask.size} values for {ids.size} tokens", field="mask")
+        raise InvalidSegment(f"mask has {amount(mask.size, 'value')} for {amount(ids.size, 'token')}", field="mask")
     if not mask.any():
         raise InvalidSegment("no token is trained: nobody can tell prompt and response apart", field="mask")
     start = int(np.argmax(mask))
     n = ids.size - start
-    probs = codec.finite_logprobs(list(given["logprobs"])[start:], n, required=True)
+    probs = codec.finite_logprobs(parts.array_of(given, "logprobs")[start:].tolist(), n, required=True)
     pieces = tuple(
         Piece(b - a, (SegmentKind.GENERATED if trained else SegmentKind.ENVIRONMENT).value, int(trained),
               log_probs=bool(trained))
@@ -77,5 +78,5 @@ def sample_of(given: Mapping[str, Any], *, group: int = 0, sample: int = 0, size
     reward = given.get("reward")
     return PortableSample(
         group=group, sample=sample, group_size=size, prompt_ids=ids[:start], response_ids=ids[start:],
-        rollout_log_probs=probs, pieces=pieces, reward=None if reward is None else float(reward),
+        rollout_log_probs=probs, pieces=pieces, reward=None if reward is None else parts.reward_of(reward, "reward"),
     )  # fmt: skip

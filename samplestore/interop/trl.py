@@ -15,6 +15,7 @@ from samplestore.batch import Batch
 from samplestore.errors import InvalidSetting, MissingExtra, SampleStoreError
 from samplestore.interop.leases import Leases
 from samplestore.run import Run
+from samplestore.words import amount
 
 
 class WrongCount(SampleStoreError):
@@ -23,7 +24,8 @@ class WrongCount(SampleStoreError):
     def __init__(self, step: int, found: int, wanted: int) -> None:
         self.step, self.found, self.wanted = step, found, wanted
         super().__init__(
-            f"the batch of step {step} has {found} samples, and TRL wants exactly {wanted}: groups must be whole "
+            f"the batch of step {step} has {amount(found, 'sample')}, and TRL wants exactly {wanted}: groups must "
+            "be whole "
             "(on_failed=drop, no forks). See: samplestore status"
         )
 
@@ -66,17 +68,26 @@ class StoreRollouts:
         self._last: int | None = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """This process's part: as many samples as it was given prompts. One process leases, the others are told.
-        Raises InvalidSetting, WrongCount, BatchTimeout."""
+        """This process's part: as many samples as it was given prompts. One process leases, the others are told, also
+        that it failed: they would wait for it until their collectives time out.
+        Raises InvalidSetting, WrongCount, BatchTimeout; SampleStoreError on the others."""
         step, n = int(trainer.state.global_step), len(prompts)
         self._check(trainer, step)
         accelerator = trainer.accelerator
         total = n * int(accelerator.num_processes)
         made: list[Any] = [None]
+        failed: Exception | None = None
         if accelerator.is_main_process:
-            made = [self._lease(step, total, int(trainer.num_generations))]
+            try:
+                made = [self._lease(step, total, int(trainer.num_generations))]
+            except Exception as error:
+                failed, made = error, [f"{type(error).__name__}: {error}"]
         if accelerator.num_processes > 1:
             made = _broadcast(made)
+        if failed is not None:
+            raise failed
+        if isinstance(made[0], str):
+            raise SampleStoreError(f"the main process has no batch of step {step}. {made[0]}")
         start = int(accelerator.process_index) * n
         return {name: values[start : start + n] for name, values in made[0].items()}
 

@@ -179,9 +179,9 @@ class StoreDataBuffer:
             slime_samples.to_slime(one)
             for one in exports.samples(self.run, self.run.uuid, part, exports.Selection(), tokenizer)
         ]
-        source = [objects.sample_of({**values, **PENDING}) for values in told]
+        source = [objects.sample_of(self.args, {**values, **PENDING}) for values in told]
         name = next(f.name for f in fields(kind) if f.name in SOURCES)
-        return kind(**{name: source}, group=[objects.sample_of(values) for values in told])
+        return kind(**{name: source}, group=[objects.sample_of(self.args, values) for values in told])
 
 
 def _source(given: Any) -> Any:

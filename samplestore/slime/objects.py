@@ -6,7 +6,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import fmean
 from typing import Any
@@ -18,10 +18,9 @@ from samplestore.batches import Batch
 from samplestore.errors import SampleStoreError
 from samplestore.models import PromptRow, SampleGroup
 from samplestore.portable import slime_samples
-from samplestore.portable.samples import Piece, PortableSample
+from samplestore.portable.samples import PortableSample
 from samplestore.run import Run
 from samplestore.slimehooks import SlimeStatus
-from samplestore.states import SegmentKind
 from samplestore.tensors import BatchSample
 from samplestore.tokenizers import Tokenizer, as_tokenizer
 from samplestore.types import TEACHER_STAGE
@@ -75,9 +74,12 @@ def of_framework(module: str, name: str) -> Any:
     return None
 
 
-def sample_of(values: dict[str, Any]) -> Any:
-    """A Sample of Sample.to_dict() values."""
-    kind = of_framework("utils.types", "Sample")
+def sample_of(args: Any, values: dict[str, Any], key: str | None = None) -> Any:
+    """A Sample of Sample.to_dict() values. slime looks its reward up under --reward-key (or `key`), where there is
+    one."""
+    kind, key = of_framework("utils.types", "Sample"), key or getattr(args, "reward_key", None)
+    if key is not None and values["reward"] is not None:
+        values = {**values, "reward": {key: values["reward"]}}
     return (PlainSample if kind is None else kind).from_dict(values)
 
 
@@ -133,7 +135,7 @@ def groups_of(run: Run, batch: Batch, args: Any) -> list[list[Any]]:
             values["response"] = "" if tokenizer is None else tokenizer.decode(one.response_ids)
             values[PORTABLE_ID] = f"{run.uuid}/{one.group_number}/{one.index}"
             values |= _named(run, one, experts)
-            listed.append(sample_of(values))
+            listed.append(sample_of(args, values))
         made.append(listed)
     return made
 
@@ -143,20 +145,8 @@ def portable(run: Run, one: BatchSample, places: dict[int, int], text: Any) -> P
     places: of the samples of its group, by id."""
     size = run.settings.samples_per_prompt
     origin = one.index if one.rollout_id is None else places.get(one.rollout_id, one.index)
-    pieces = tuple(
-        Piece(
-            r.ids.size, (SegmentKind.GENERATED if r.version >= 0 else SegmentKind.ENVIRONMENT).value, int(r.trained),
-            *((r.version, r.version) if r.version >= 0 else (None, None)),
-        )
-        for r in one.runs
-        if r.ids.size
-    )  # fmt: skip
-    return PortableSample(
-        group=one.group_number, sample=one.index, group_size=size, prompt=text, prompt_ids=one.prompt_ids,
-        label=one.label, metadata=one.metadata, response_ids=one.response_ids, rollout_log_probs=one.logprobs,
-        pieces=pieces, status=one.status, finish_reason=one.finish_reason, reward=one.reward, removed=one.removed,
-        rollout_id=one.group_number * size + origin,
-    )  # fmt: skip
+    made = slime_samples.of_batch(one, prompt=text, size=size)
+    return replace(made, rollout_id=one.group_number * size + origin)
 
 
 def _prompts(run: Run, ids: Sequence[int]) -> dict[int, Any]:

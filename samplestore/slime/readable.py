@@ -6,11 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
-
 from samplestore import codec
 from samplestore.errors import InvalidSegment
-from samplestore.portable import slime_samples
+from samplestore.portable import slime_extras, slime_samples
 from samplestore.portable.samples import PortableSample, Reward
 from samplestore.promptfiles import InvalidRow
 from samplestore.rowvalues import MAX_ROW_BYTES, BadValue, plain
@@ -83,7 +81,7 @@ def _portable(args: Any, sample: Any, group: int, place: int, size: int) -> Port
     values = {key: getattr(sample, key) for key in FIELDS if hasattr(sample, key)}
     values |= {"status": status_of(sample), "label": _json(sample.label), "metadata": _json(sample.metadata or {})}
     made = slime_samples.from_slime(values, group=group, sample=place, size=size)
-    made.metadata = {k: v for k, v in made.metadata.items() if k != slime_samples.EXTRAS}
+    made.metadata = {k: v for k, v in made.metadata.items() if k != slime_extras.EXTRAS}
     made.reward = reward_of(args, sample)
     if made.reward is not None:
         made.rewards = (Reward(REWARD_STAGE, outcome=OK, value=made.reward),)
@@ -97,10 +95,9 @@ def reward_of(args: Any, sample: Any) -> float | None:
     if isinstance(value, dict):
         value = value.get(key) if key else None
     try:
-        number = float(value)
+        return codec.reward(float(value))
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if np.isfinite(number) else None
 
 
 def _json(value: Any) -> Any:

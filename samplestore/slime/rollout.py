@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import sqlalchemy as sa
@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from samplestore.errors import InvalidSetting
 from samplestore.models import SampleGroup
 from samplestore.portable import exports, slime_samples
+from samplestore.portable.samples import PortableSample
 from samplestore.queries.evaluation import Evaluation, datasets
 from samplestore.run import Run
 from samplestore.slime import objects
@@ -73,18 +74,18 @@ def load(path: str) -> Callable[..., Any]:
 
 def _evaluate(run: Run, args: Any, timeout_s: float | None) -> Any:
     """RolloutFnEvalOutput: {data set: {rewards, truncated, samples}}. Samples without a reward are left out."""
-    asked = _asked(run, args)
+    asked, key = _asked(run, args), getattr(args, "eval_reward_key", None)
     for name, question in asked.items():
         run.start_evaluation(name, **question)  # all at once; below they are waited for
     data: dict[str, dict[str, Any]] = {}
     metrics: dict[str, float] = {}
     for name, question in asked.items():
         found = run.evaluate(name, **question, timeout=timeout_s)
-        samples = _samples(run, found, args)
+        scored = _samples(run, found, args)
         data[name] = {
-            "rewards": [s.reward for s in samples],
-            "truncated": [objects.status_of(s) == SampleStatus.TRUNCATED for s in samples],
-            "samples": samples,
+            "rewards": [one.reward for one in scored],
+            "truncated": [one.status == SampleStatus.TRUNCATED for one in scored],
+            "samples": [objects.sample_of(args, slime_samples.to_slime(one), key) for one in scored],
         }
         metrics |= {f"eval/{name}/pass@{k}": value for k, value in found.pass_at.items()}
     return objects.eval_output(data, metrics)
@@ -117,13 +118,13 @@ def _asked(run: Run, args: Any) -> dict[str, dict[str, Any]]:
     return {name: question(config) for name, config in names.items()}
 
 
-def _samples(run: Run, of: Evaluation, args: Any) -> Sequence[Any]:
-    """The scored samples of an evaluation, as slime's."""
+def _samples(run: Run, of: Evaluation, args: Any) -> list[PortableSample]:
+    """The scored samples of an evaluation."""
     mine = sa.select(group.c.id).where(group.c.evaluation_id == of.id).order_by(group.c.number)
     ids = run.database.read(lambda c: list(c.execute(mine).scalars()))
     tokenizer = objects.tokenizer_of(args)
     found = exports.samples(run, run.uuid, exports.Part(None, ids, {}), exports.Selection(statuses=FINISHED), tokenizer)
-    return [objects.sample_of(slime_samples.to_slime(one)) for one in found if one.reward is not None]
+    return [one for one in found if one.reward is not None]
 
 
 def publish_weights(args: Any, rollout_id: int, *, path: str | None = None, label: str | None = None) -> int:

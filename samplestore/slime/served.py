@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import sqlalchemy as sa
 
 from samplestore import codec
-from samplestore.errors import BatchTimeout, InvalidSegment, InvalidSetting, LeaseLost, WorkerDead
+from samplestore.batches import Wait
+from samplestore.errors import InvalidSegment, InvalidSetting, LeaseLost, WorkerDead
 from samplestore.heart import Heart
+from samplestore.models import Sample
 from samplestore.portable import exports, slime_samples
 from samplestore.portable.samples import PortableSample
 from samplestore.run import Run, advance
 from samplestore.slime import objects, readable
 from samplestore.states import CLAIMABLE, FINISHED, SampleStatus, SegmentKind, StalenessMode, StalePolicy
 from samplestore.tokenizers import Tokenizer
-from samplestore.types import Claim
-from samplestore.verbs import batches, stages
+from samplestore.types import MAX_WHOLE, Claim
+from samplestore.verbs import batches, flow, prompts, stages
 from samplestore.verbs import samples as verbs
 from samplestore.verbs.tx import Tx
+from samplestore.words import amount
 
 log = logging.getLogger("samplestore.slime")
+table = Sample.__table__
 
 REWARD = "reward"
 REASONS = {**readable.FINISH_REASONS, "aborted": "abort", "pending": "abort"}
+
+
+def _key(sample: Any) -> str:
+    return str(getattr(sample, objects.PORTABLE_ID, ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +70,21 @@ class Served:
 
     # -- out
 
-    def take(self, n_groups: int, timeout_s: float | None) -> list[list[Any]]:
+    def take(self, n_groups: int, timeout_s: float | None, step: int) -> list[list[Any]]:
         """Up to n_groups groups, at least one: finished ones that no batch has taken (after a crash), then those that
-        are claimed to be generated, what was aborted first. Raises BatchTimeout."""
-        since, pause = time.monotonic(), 0.02
+        are claimed to be generated, what was aborted first. While the run has none, a wait for `step`.
+        Raises BatchTimeout."""
+        wait = Wait(step, timeout_s, None, self.run.why)
         while True:
             found = self._finished(n_groups)
-            if len(found) < n_groups:
-                found += self._claim(n_groups - len(found))
+            for wanted in (0, n_groups):  # what the window has; then what slime asks for beyond it
+                if len(found) < n_groups:
+                    self.run.transact(partial(prompts.admit, wanted=min(wanted, n_groups - len(found))))
+                    found += self._claim(n_groups - len(found))
             if found:
                 return found
-            waited = time.monotonic() - since
-            if timeout_s is not None and waited >= timeout_s:
-                raise BatchTimeout(waited, self.run.why())
-            time.sleep(pause)
-            pause = min(0.5, pause * 1.3)
+            wait.check()
+            wait.sleep()
 
     def _finished(self, n_groups: int) -> list[list[Any]]:
         """Groups that are ready and were not given to slime in this process: it does not generate them again."""
@@ -89,10 +98,14 @@ class Served:
         return self._read([id for id in ids if id not in given][:n_groups], {})
 
     def _claim(self, n_groups: int) -> list[list[Any]]:
-        self.run.admit()
-        limit = n_groups * self.run.settings.samples_per_prompt
+        """Whole groups: slime generates them together, and stops them together, where some of them have no token yet. A
+        claim by samples would take those that have some, of more groups than it may complete, time and again."""
+
+        def claim(tx: Tx) -> list[Claim]:
+            return verbs.claim(tx, self.owner, MAX_WHOLE, False, flow.whole_groups(tx, n_groups))
+
         try:
-            claims = self.run.transact(lambda tx: verbs.claim(tx, self.owner, limit, False))
+            claims = self.run.transact(claim)
         except WorkerDead:  # this process was away for longer than its ttl: what it had claimed is somebody else's
             self.owner, self.claims = self._register(), {}
             return []
@@ -100,10 +113,17 @@ class Served:
             return self._read(
                 list(dict.fromkeys(c.group_id for c in claims)), {(c.group_number, c.index): c for c in claims}
             )
-        except BaseException:
-            for claim in claims:
-                self.run.release(claim, "could not be given to slime")
+        except BaseException as error:
+            self._give_back(claims, error)
             raise
+
+    def _give_back(self, claims: Iterable[Claim], error: BaseException) -> None:
+        """All of them, whatever becomes of one: it is `error` that has to be told."""
+        for claim in claims:
+            try:
+                self.run.release(claim, "could not be given to slime")
+            except Exception as also:
+                error.add_note(f"sample {claim.sample_id} could not be given back: {type(also).__name__}: {also}")
 
     def _read(self, ids: Sequence[int], mine: dict[tuple[int, int], Claim]) -> list[list[Any]]:
         """These groups as slime's samples; without those of which somebody else has a sample."""
@@ -140,7 +160,7 @@ class Served:
                 values |= {"tokens": [], "rollout_log_probs": None, "loss_mask": None}
             elif bool(np.all(one.loss_mask)):
                 values["loss_mask"] = None  # slime counts a mask as one of partial rollouts
-        return objects.sample_of(values)
+        return objects.sample_of(self.args, values)
 
     # -- back
 
@@ -148,9 +168,12 @@ class Served:
         """Record what slime made of samples: finished ones are finished, others go back, to be resumed. Each is one
         transaction. step: of training, that it is generated for. Returns (ids of their groups, samples that were not
         served by this process)."""
-        listed = [(str(getattr(sample, objects.PORTABLE_ID, "")), sample) for sample in samples]
+        listed = [(_key(sample), sample) for sample in samples]
         self._publish([v for key, sample in listed if key in self.claims for v in self._said(key, sample)], step)
         groups, others = set(), []
+        if doubled := len(listed) - len({key or id(sample) for key, sample in listed}):
+            log.warning("%d samples are not recorded: slime made several of one that it was given. Here a rollout of "
+                        "several samples is an episode with forks: docs/howto/episodes.md", doubled)  # fmt: skip
         for key, sample in listed:
             claim, group_id = self.claims.get(key), self.groups.get(key)
             if group_id is None:
@@ -173,9 +196,17 @@ class Served:
     def forget(self, samples: Iterable[Any]) -> None:
         """They are no longer in slime's hands: what is ready of them, or aborted, may be given again."""
         for sample in samples:
-            key = str(getattr(sample, objects.PORTABLE_ID, ""))
-            self.groups.pop(key, None)
-            self.told.pop(key, None)
+            self.groups.pop(_key(sample), None)
+            self.told.pop(_key(sample), None)
+
+    def note_removed(self, tx: Tx, samples: Iterable[Any]) -> None:
+        """What slime's filters took out of the loss, of finished samples that were given: a replay has loss mask 0."""
+        for sample in samples:
+            group_id = self.groups.get(_key(sample))
+            if group_id is not None and getattr(sample, "remove_sample", False):
+                place = int(_key(sample).rpartition("/")[2])
+                mine = (table.c.group_id == group_id) & (table.c.index == place)
+                tx.execute(sa.update(table).where(mine).values(removed="slime"))
 
     def _store(self, claim: Claim, sample: Any, version: int | None) -> None:
         status = objects.status_of(sample)
@@ -258,7 +289,7 @@ def new_pieces(claim: Claim, sample: Any) -> Sequence[Piece]:
         raise InvalidSegment(f"its first {known} response tokens are not those that are stored", field="tokens")
     mask = np.ones(n, np.int32) if sample.loss_mask is None else codec.token_ids(sample.loss_mask, "loss_mask")
     if mask.size != n:
-        raise InvalidSegment(f"{mask.size} values for {n} response tokens", field="loss_mask")
+        raise InvalidSegment(f"{amount(mask.size, 'value')} for {amount(n, 'response token')}", field="loss_mask")
     probs = codec.finite_logprobs(sample.rollout_log_probs, n, required=True)
     assert probs is not None
     return [

@@ -17,6 +17,7 @@ from samplestore.slime.served import Served
 from samplestore.slime.settings import run_of, settings_of
 from samplestore.states import FINISHED, Purpose
 from samplestore.types import whole
+from samplestore.verbs.tx import Tx
 
 log = logging.getLogger("samplestore.slime")
 dataset = DatasetRow.__table__
@@ -64,7 +65,7 @@ class StoreDataSource:
         """Up to so many groups of prompts to generate, at least one; what was aborted comes first, with its tokens.
         They are claimed by this process until they come back, by `add_samples` or `observe_all`.
         Raises BatchTimeout (samplestore_timeout_s) while the run has none, InvalidSetting."""
-        return self.served.take(whole("num_samples", num_samples, 1), self.settings.timeout_s)
+        return self.served.take(whole("num_samples", num_samples, 1), self.settings.timeout_s, self.rollout)
 
     def add_samples(self, samples: list[list[Any]]) -> None:
         """Groups come back: what is aborted is resumable from its tokens, what is finished waits for a batch. Finished
@@ -80,10 +81,17 @@ class StoreDataSource:
 
     def ended(self, all_groups: list[Any]) -> None:
         """A rollout of slime's own function is over (observe_all says so, once a rollout): its samples are recorded,
-        and its finished groups leased as that rollout, to be consumed when it is saved."""
+        and its finished groups leased as that rollout, to be consumed when it is saved. Finished groups that this store
+        has not served are recorded as generated elsewhere, and are among them."""
         step, listed = self.rollout, list(observer.flat(all_groups))
-        groups, _ = self.served.store(listed, step)
-        as_trainer(self.run, lambda tx, worker_id: observer.lease_ready(tx, worker_id, groups, step))
+        groups, others = self.served.store(listed, step)
+        groups.update(observer.record_group(self.run, self.args, others) if others else ())
+
+        def lease(tx: Tx, worker_id: int) -> None:
+            if observer.lease_ready(tx, worker_id, groups, step) is not None:
+                self.served.note_removed(tx, listed)
+
+        as_trainer(self.run, lease)
         self.served.forget(listed)
         self.rollout = step + 1  # last: where something failed, slime may say it again
 

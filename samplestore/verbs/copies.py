@@ -34,7 +34,7 @@ from samplestore.models import (
     Worker,
 )
 from samplestore.queries import plans
-from samplestore.states import BatchState, GroupState, SampleStatus, WorkerState
+from samplestore.states import COPIED_WORKER, BatchState, GroupState, SampleStatus, WorkerState
 from samplestore.verbs import groups
 from samplestore.verbs.arrays import row_of as array_row
 from samplestore.verbs.tx import Tx, in_parts
@@ -71,7 +71,8 @@ def insert(tx: Tx, table: sa.Table, rows: Rows, **changes: Any) -> list[int]:
 
 
 def begin(tx: Tx, about: Mapping[str, Rows], errors: bool) -> None:
-    """What the rest refers to: timelines, versions, data sets, evaluations, and workers, none of whom is alive here.
+    """What the rest refers to: timelines, versions, data sets, evaluations, and workers, none of whom is alive here or
+    counted among those who work for the copy.
     errors: theirs too, of which a waiting trainer is told."""
     for table in (*LINE, dataset, evaluation):
         insert(tx, table, about[table.name], run_id=tx.run_id)
@@ -80,6 +81,7 @@ def begin(tx: Tx, about: Mapping[str, Rows], errors: bool) -> None:
             **row,
             "error": row["error"] if errors else None,
             "state": WorkerState.DEAD.value if row["state"] == WorkerState.LIVE else row["state"],
+            "info": {**row["info"], COPIED_WORKER: True},
         }
         for row in about[worker.name]
     ]
@@ -164,7 +166,9 @@ def store(
         insert(tx, array, [{**again, "created_at": row["created_at"]}])
     _stages(tx, [r for r in given.rows[stage.name] if r["group_id"] in ids], ids, places)
     insert(tx, step, [_episode_step(row, places) for row in of(step)])
-    insert(tx, request, [_request(row, places, workers) for row in of(request)], run_id=tx.run_id)
+    calls = insert(tx, request, [_request(row, places, workers) for row in of(request)], run_id=tx.run_id)
+    for part in in_parts(calls):
+        tx.recount(requests=request.c.id.in_(part))
     for id in ids.values():
         groups.restale(tx, [id], once_rewound=True)
     return len(new), owned
@@ -300,7 +304,8 @@ def events(
         }
         for row in rows
     ]  # fmt: skip
-    insert(tx, event, made, run_id=tx.run_id)
+    for part in in_parts(insert(tx, event, made, run_id=tx.run_id)):
+        tx.recount(events=event.c.id.in_(part))
 
 
 def is_taken(tx: Tx, name: str) -> bool:

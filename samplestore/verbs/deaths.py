@@ -22,6 +22,7 @@ from samplestore.statements import samples as st
 from samplestore.states import SampleStatus, WorkerState
 from samplestore.verbs import groups, rollouts
 from samplestore.verbs.tx import Tx
+from samplestore.words import amount
 
 sample, group, segment, worker, event = (t.__table__ for t in (Sample, SampleGroup, Segment, Worker, Event))
 fork = sample.alias("fork")
@@ -128,7 +129,7 @@ def settle(tx: Tx, dying: Sequence[Death]) -> tuple[int, dict[int, Death]]:
 
 def given_up_text(deaths: int, sample_id: int) -> str:
     return (
-        f"given up: {deaths} workers in a row died while they held it, before it had a token from them. "
+        f"given up: {amount(deaths, 'worker')} in a row died while they held it, before it had a token from them. "
         f"Their logs tell why; to try it again: samplestore requeue {sample_id} --reason TEXT"
     )
 

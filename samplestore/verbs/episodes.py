@@ -102,23 +102,23 @@ def finish(
     """End the sample of an episode. A reward that the episode gives settles the run's stage "reward" in the same
     transaction; a run without that stage gets it as the sample's reward. NaN: none can be told, as when a judge's
     answer can't be read; the sample has no reward then, and no advantage. None leaves the stage to who scores. Returns
-    the stages that are kept and left to do. Raises as samples.finish, InvalidSetting for an infinite reward."""
+    the stages that are kept and left to do. Raises as samples.finish, InvalidSetting for a reward beyond +-1e25."""
     if reward is None:
         return samples.finish(tx, claim, status, finish_reason, keep_stages)
-    if math.isinf(reward):
-        raise InvalidSetting("reward", reward, "a finite number, NaN where none can be told, or None")
+    told = codec.reward(reward)  # None: it can't be told
+    if told is None and not math.isnan(reward):
+        raise InvalidSetting("reward", reward, "a number from -1e25 to 1e25, NaN where none can be told, or None")
     tx.as_owner_of(claim)
     if REWARD not in tx.settings.stages:
         tx.hold_groups([claim.group_id])  # before the sample: the lock order
         fence = {"sample_id": claim.sample_id, "b_owner": claim.owner, "fence": claim.attempt}
-        told = None if math.isnan(reward) else reward
         tx.execute(sa.update(sample).where(st.FENCE).values(reward=told), fence)
         return samples.finish(tx, claim, status, finish_reason, keep_stages)
     keep = True if keep_stages is True else {REWARD, *(keep_stages or ())}
     left = samples.finish(tx, claim, status, finish_reason, keep)
-    for one in left:
-        if one.name == REWARD and math.isnan(reward):
+    for one in (stage for stage in left if stage.name == REWARD):
+        if told is None:
             stages.unparsed(tx, one, "the episode could tell no reward", {"by": "episode"})
-        elif one.name == REWARD:
-            stages.score(tx, one, reward, {"by": "episode"})
+        else:
+            stages.score(tx, one, told, {"by": "episode"})
     return [one for one in left if one.name != REWARD]

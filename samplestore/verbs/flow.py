@@ -124,6 +124,26 @@ def _groups_within(tx: Tx, most: int, least: int) -> list[int]:
     return [*held, *tx.execute(waiting).scalars()]
 
 
+def whole_groups(tx: Tx, most: int) -> list[int]:
+    """Groups to train on, in the order of claims, of which every sample that is left to generate may be claimed now."""
+    sibling = sample.alias("sibling")
+    elsewhere = sa.exists().where(
+        sibling.c.group_id == sample.c.group_id,
+        sibling.c.closed == sa.literal_column("0"),
+        sa.text(one_of("sibling.status", CLAIMABLE)),
+        sibling.c.parent_id.is_(None),
+        sibling.c.owner.is_not(None) | (sibling.c.not_before > db_now()),
+    )
+    waiting = (
+        sa.select(sample.c.group_id)
+        .where(*_waiting(tx), sample.c.priority >= least_priority(False), sample.c.parent_id.is_(None), ~elsewhere)
+        .group_by(sample.c.group_id)
+        .order_by(sa.func.min(sample.c.priority), sa.func.min(sample.c.status), sample.c.group_id)
+        .limit(most)
+    )
+    return list(tx.execute(waiting).scalars())
+
+
 def _evaluations(tx: Tx, only: list[int] | None) -> list[int]:
     """Those of the groups that are there to be evaluated: no step waits for them, and none ends them."""
     open_ones = sa.select(group.c.id).where(

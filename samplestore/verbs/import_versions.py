@@ -73,6 +73,8 @@ def _no_weights_of_its_own(
     """Every version of the run, but the first, is one of those; and nobody generates or trains with them, or did."""
     if any(n and (n not in there or there[n]["label"] != r.label) for n, r in here.items()):
         return False
+    if any(n and told["label"] == here[0].label for n, told in there.items()):
+        return False  # the first one's label names another there
     mine = sa.select(group.c.id).where(group.c.run_id == tx.run_id, group.c.import_key.is_(None))
     work = [
         sa.select(engine.c.id).where(engine.c.run_id == tx.run_id),

@@ -222,15 +222,17 @@ class _Storing:
                 values = {"parent_id": by_place[group_id, s.parent], "parent_upto": s.parent_upto}
                 self.tx.execute(sa.update(sample).where(sample.c.id == id).values(**values))
 
-    def _version(self, number: int | None) -> int | None:
-        return None if number is None else self.versions.get(number)
+    def _range(self, piece: Any) -> tuple[int | None, int | None]:
+        """Lowest and highest version of a piece; neither where one of them is unknown: any token may be its."""
+        of = [self.versions.get(v) for v in (piece.version_min, piece.version_max) if v is not None]
+        known = [v for v in of if v is not None]
+        return (min(known), max(known)) if known and len(known) == len(of) else (None, None)
 
     def _sample(self, group_id: int, one: Any, s: Any) -> dict[str, Any]:
         loss = np.repeat([p.loss for p in s.pieces], [p.n_tokens for p in s.pieces]) if s.pieces else np.zeros(0)
         trained = [p for p in s.pieces if p.loss and p.kind == SegmentKind.GENERATED]
-        known = [v for p in trained if (v := self._version(p.version_min)) is not None]
-        ranges = [v for p in s.pieces for v in (self._version(p.version_min), self._version(p.version_max))]
-        told = [v for v in ranges if v is not None]
+        known = [v for p in trained if (v := self._range(p)[0]) is not None]
+        told = [v for p in s.pieces for v in self._range(p) if v is not None]
         reward = s.reward if one.origin is not None else _weighted(self.tx, s.reward)
         return {
             "run_id": self.tx.run_id, "group_id": group_id, "index": s.sample, "incarnation": s.incarnation,
@@ -249,13 +251,13 @@ class _Storing:
         for seq, p in enumerate(s.pieces):
             stop = start + p.n_tokens
             probs = all_probs[start:stop] if p.log_probs else None
-            low = self._version(p.version_min)
+            low, high = self._range(p)
             rows.append(
                 {
                     "sample_id": sample_id, "incarnation": s.incarnation, "seq": seq, "start": start,
                     "n_tokens": p.n_tokens, "kind": p.kind, "loss": p.loss, "owner": self.worker_id,
                     "attempt": p.attempt, "request_rid": p.request, "finish_reason": p.finish_reason,
-                    "version_min": low, "version_max": None if low is None else self._version(p.version_max),
+                    "version_min": low, "version_max": high,
                     "logprob_sum": 0.0 if probs is None else _sum(probs),
                     "payload": codec.encode(ids[start:stop], probs),
                 }
@@ -273,7 +275,7 @@ def _weighted(tx: Tx, reward: float | None) -> float | None:
         raise InvalidSetting(
             "reward", reward, f"a run without stages, or with the stage {REWARD_STAGE!r}; this one has {rules.stages}"
         )
-    return reward * rules.reward_weights.get(REWARD_STAGE, 1.0)
+    return (codec.reward(reward) or 0.0) * rules.reward_weights.get(REWARD_STAGE, 1.0)
 
 
 def _sum(values: Any) -> float:

@@ -88,9 +88,11 @@ def _keep_images(tx: Tx, given: Iterable[Any]) -> None:
         tx.execute(sa.insert(image).values(run_id=tx.run_id, **row))
 
 
-def admit(tx: Tx) -> int:
+def admit(tx: Tx, wanted: int = 0) -> int:
     """Create groups, in the serving order, until open + scoring + ready-inside-the-window reaches the window. Returns
     how many. Raises InvalidSetting where the run's curriculum does not run.
+
+    wanted   so many at least, in mode async: somebody who holds what is under way asks for more
 
     The run's lock keeps several workers from overshooting. Costs with the window, never with history; with
     stale="skip" also with the ready groups that are kept beyond it.
@@ -99,7 +101,7 @@ def admit(tx: Tx) -> int:
     if row.state != RunState.RUNNING or row.n_prompts == 0:
         return 0
     stale.sweep(tx)
-    room = steps.room(tx, row, stale.occupied(tx))
+    room = steps.room(tx, row, stale.occupied(tx), wanted)
     served = serve.next_prompts(tx, row, room) if room > 0 else []
     create_groups(tx, row, served, tx.settings.samples_per_prompt)
     return len(served)

@@ -30,11 +30,15 @@ Kept = bool | Collection[str]  # stages that whoever finishes a sample keeps: al
 Version = int | tuple[int, int] | None  # one version; (min, max) where a label straddled a change; not known
 
 
-def claim(tx: Tx, worker_id: int, limit: int, evaluations: bool = True) -> list[Claim]:
+def claim(
+    tx: Tx, worker_id: int, limit: int, evaluations: bool = True, only: Collection[int] | None = None
+) -> list[Claim]:
     """Take up to `limit` samples for `worker_id`: resumable ones first, siblings together. evaluations: samples of
-    evaluations too. Raises WorkerDead."""
+    evaluations too. only: those of these groups. Raises WorkerDead."""
     tx.require_live(worker_id)
     limit, of_groups = flow.claimable(tx, limit, evaluations)  # never negative: SQLite reads that as no limit at all
+    if only is not None:
+        of_groups = sorted(only if of_groups is None else {*only} & {*of_groups})
     given = {"b_run": tx.run_id, "b_owner": worker_id, "limit": limit, "least": flow.least_priority(evaluations)}
     taken = tx.rows(st.CLAIM, given) if of_groups is None else tx.rows(st.CLAIM_OF_GROUPS, {**given, "ids": of_groups})
     if not taken:

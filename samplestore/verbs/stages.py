@@ -9,7 +9,6 @@ samples, so that a reward is one sum wherever its parts come from.
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -156,8 +155,8 @@ def score(
 ) -> None:
     """Store a stage's result. The sample's reward is the weighted sum over its stages (settings.reward_weights).
     Raises LeaseLost, InvalidSetting."""
-    if (number := _finite(value)) is None:
-        raise InvalidSetting("reward", value, "a finite number; record a verifier's error with fail_stage")
+    if (number := codec.reward(value)) is None:
+        raise InvalidSetting("reward", value, "a number from -1e25 to 1e25; record a verifier's error with fail_stage")
     _require(claim, of_group=False)
     if settle(tx, claim, OK, number, details, elapsed_s):
         _reward(tx, [claim.sample_id])
@@ -211,10 +210,11 @@ def score_group(
     """Store a group stage's results: a number for each of `claim.members`, in their order, or None where a judge's
     answer could not be read. Raises LeaseLost, InvalidSetting."""
     _require(claim, of_group=True)
-    numbers = [None if v is None else _finite(v) for v in values]
+    numbers = [None if v is None else codec.reward(v) for v in values]
     bad = [v for v, number in zip(values, numbers, strict=True) if v is not None and number is None]
     if bad or len(numbers) != len(claim.members):
-        raise InvalidSetting("rewards", bad or len(numbers), f"{len(claim.members)} finite numbers, or None")
+        allowed = f"{len(claim.members)} finite numbers, from -1e25 to 1e25, or None"
+        raise InvalidSetting("rewards", bad or len(numbers), allowed)
     if not settle(tx, claim, OK, None, details, elapsed_s):
         if not _stored_values(tx, claim, numbers):
             raise _lost(tx, claim)
@@ -246,12 +246,6 @@ def _stored_values(tx: Tx, claim: StageClaim, numbers: Sequence[float | None]) -
     rows = tx.rows(sa.select(stage).where(stage.c.sample_id.in_(given), stage.c.name == claim.name))
     stored = {r.sample_id: (r.incarnation, r.value) for r in rows if r.incarnation == given[r.sample_id][0]}
     return stored == given
-
-
-def _finite(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 def _require(claim: StageClaim, of_group: bool) -> None:

@@ -16,6 +16,7 @@ from samplestore.statements import staleness
 from samplestore.states import IN_WINDOW, UNFINISHED_GROUP, GroupState, StalePolicy
 from samplestore.verbs import groups
 from samplestore.verbs.tx import Tx, in_parts
+from samplestore.words import amount
 
 group = SampleGroup.__table__
 
@@ -68,7 +69,7 @@ def _ready_beyond(tx: Tx, window: int, mode: str) -> Found:
 
 
 def _too_old(window: int) -> str:
-    return f"more than {window} versions behind"
+    return f"more than {amount(window, 'version')} behind"
 
 
 def _settle(tx: Tx, stale: str, found: list[Found]) -> int:

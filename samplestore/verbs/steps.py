@@ -24,11 +24,12 @@ run, group, sample, batch = (t.__table__ for t in (Run, SampleGroup, Sample, Bat
 OVER = "step over: enough groups are ready"
 
 
-def room(tx: Tx, row: Any, live: int) -> int:
-    """How many groups admission may create. row: the run's, locked; live: groups that are open, scoring, or ready."""
+def room(tx: Tx, row: Any, live: int, wanted: int = 0) -> int:
+    """How many groups admission may create. row: the run's, locked; live: groups that are open, scoring, or ready;
+    wanted: in mode async as many at least."""
     rules = tx.settings
     if rules.mode == RolloutMode.ASYNC:
-        return rules.window_groups - live
+        return max(rules.window_groups - live, wanted)
     if tend(tx, row):
         return 0
     have = live + taken(tx.connection, row, rules)

@@ -66,17 +66,22 @@ class Manager:
         self.data_source.load(rollout_id)
 
 
+def reward_of(args: Any, sample: Any) -> Any:
+    """slime's get_reward_value: what is no object has no key."""
+    return sample.reward if not args.reward_key else sample.reward[args.reward_key]
+
+
 def train_data(args: Any, samples: list[Any]) -> dict[str, list[Any]]:
     """The keys of slime's training data, with the checks that it makes on the way."""
     for s in samples:
         assert isinstance(s.tokens, list) and all(type(t) is int for t in s.tokens)
         assert isinstance(s.response, str) and isinstance(s.response_length, int)
-        assert s.get_reward_value(args) is not None
+        assert reward_of(args, s) is not None
         assert len(s.loss_mask) == len(s.rollout_log_probs) == s.response_length < len(s.tokens)
     return {
         "tokens": [s.tokens for s in samples],
         "response_lengths": [s.response_length for s in samples],
-        "rewards": [s.get_reward_value(args) for s in samples],
+        "rewards": [reward_of(args, s) for s in samples],
         "truncated": [int(s.status.value == "truncated") for s in samples],
         "sample_indices": [s.index for s in samples],
         "rollout_ids": [s.rollout_id for s in samples],

@@ -14,7 +14,7 @@ import tensordict
 import samplestore
 from samplestore import Store
 from samplestore.batch import Batch
-from samplestore.errors import InvalidSegment, InvalidSetting
+from samplestore.errors import BatchTimeout, InvalidSegment, InvalidSetting, SampleStoreError
 from samplestore.interop import areal, prime_rl, skyrl, trl, verl
 from samplestore.portable.samples import PortableSample
 
@@ -122,7 +122,9 @@ def test_areal_both_ways(store: Store) -> None:
     [
         ("logprobs", None), ("versions", [[-1, 0]]), ("loss_mask", [[0, 0, 2]]), ("versions", [[-1, -2, 0]]),
         ("attention_mask", [[0, 1, 1]]), ("loss_mask", [[0, 0, 0]]), ("rewards", [1.0, 2.0]),
-        ("logprobs", [[0.0, -1.0, float("nan")]]), ("input_ids", [[1, -5, 3]]),
+        ("logprobs", [[0.0, -1.0, float("nan")]]), ("input_ids", [[1, -5, 3]]), ("versions", [[-1, 2**40, 5]]),
+        ("versions", [[-1, 1.5, 5]]), ("loss_mask", [[0, 0.5, 1]]), ("rewards", [float("nan")]), ("rewards", ["x"]),
+        ("input_ids", [[1, 2], [3]]), ("logprobs", [[0, None, 1]]),
     ],
 )  # fmt: skip
 def test_areal_arrays_that_disagree(field: str, value: Any) -> None:
@@ -133,8 +135,9 @@ def test_areal_arrays_that_disagree(field: str, value: Any) -> None:
     }  # fmt: skip
     if field != "loss_mask":
         assert told(areal.samples_of(good)[0]) == [(2, "generated", 1, 5, 5)]
-    with pytest.raises(InvalidSegment):
+    with pytest.raises(InvalidSegment) as refused:
         areal.samples_of({**good, field: value})
+    assert refused.value.field == field
 
 
 def test_prime_rl(store: Store) -> None:
@@ -155,9 +158,13 @@ def test_prime_rl(store: Store) -> None:
     assert told(back) == [
         (2, "generated", 1, None, None), (1, "environment", 0, None, None), (1, "generated", 1, None, None),
     ]  # fmt: skip
-    for bad in ({"mask": [True]}, {"mask": [False] * 7}, {"logprobs": [0.0]}):
-        with pytest.raises(InvalidSegment):
+    for bad in (
+        {"mask": [True]}, {"mask": [False] * 7}, {"logprobs": [0.0]}, {"token_ids": None}, {"mask": ["x"] * 7},
+        {"logprobs": "-1"}, {"reward": "x"}, {"reward": float("nan")}, {"reward": 1e300},
+    ):  # fmt: skip
+        with pytest.raises(InvalidSegment) as refused:
             prime_rl.sample_of({**one, **bad})
+        assert refused.value.field in bad
 
 
 def test_prime_rl_on_its_wire(store: Store) -> None:
@@ -202,6 +209,17 @@ def test_trl_gives_each_process_its_part(store: Store, monkeypatch: pytest.Monke
         parts.append(rollouts(["a"] * 3, trainer_of(process, 2, num_generations=2)) if process else None)
         parts[-1] = parts[-1] or rollouts(["a"] * 2, trainer_of(0, 2))
     assert [len(p["prompt_ids"]) for p in parts if p] == [2, 1]
+
+
+def test_trl_tells_every_process_what_went_wrong(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(trl, "_broadcast", lambda made: sent if made == [None] else (sent.extend(made), made)[1])
+    run = f.make_run(store)
+    mine, theirs = (trl.StoreRollouts(run, timeout=0) for _ in range(2))
+    with pytest.raises(BatchTimeout):
+        mine(["a"] * 2, trainer_of(0, 2))
+    with pytest.raises(SampleStoreError, match=r"the main process has no batch .* BatchTimeout: no batch"):
+        theirs(["a"] * 2, trainer_of(1, 2))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from samplestore.advantages import METHODS, advantages
 
@@ -22,9 +24,12 @@ def test_over_the_whole_batch() -> None:
     assert found.dtype == np.float32
 
 
-@pytest.mark.parametrize("method", ["reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "none"])
 def test_equal_rewards_teach_nothing(method: str) -> None:
-    assert advantages([0.3] * 4, GROUPS, method).tolist() == [0] * 4
+    """Exactly nothing: the mean of three times 0.1 is not 0.1, and what that leaves is not to be scaled up."""
+    assert advantages([0.1] * 3, [7] * 3, method).tolist() == [0] * 3
+    if method != "reinforce_pp":
+        assert advantages([0.1, 0.3, 0.1, 0.3, 0.1, 0.3], [7, 5] * 3, method).tolist() == [0] * 6
     assert advantages([0.3], [1], method).tolist() == [0]
     assert advantages([], [], method).size == 0
 
@@ -58,6 +63,50 @@ def test_forks_by_hand() -> None:
     for method in ("reinforce_pp", "reinforce_pp_baseline"):
         found = advantages([1.0, 3.0, 0.0], [9, 9, 9], method, [0, 0, 1])
         assert found == pytest.approx([0, 2 / std, -1 / std], abs=1e-6)
+
+
+def by_hand(rewards: list[float], groups: list[int], method: str, rollouts: list[int]) -> list[float]:
+    """The formulas of the papers one after the other, over rollouts."""
+
+    def mean(values: dict[int, float]) -> float:
+        of: dict[int, list[float]] = {}
+        for i, value in values.items():
+            of.setdefault(rollouts[i], []).append(value)
+        return math.fsum(math.fsum(v) / len(v) for v in of.values()) / len(of)
+
+    def standard(values: dict[int, float]) -> dict[int, float]:
+        middle = mean(values)
+        std = math.sqrt(mean({i: (v - middle) ** 2 for i, v in values.items()})) + 1e-6
+        return {i: (v - middle) / std for i, v in values.items()}
+
+    found: dict[int, float] = {}
+    for group in set(groups):
+        mine = {i: r for i, r in enumerate(rewards) if groups[i] == group and not math.isnan(r)}
+        for i, r in mine.items():
+            others = {j: v for j, v in mine.items() if rollouts[j] != rollouts[i]}
+            if method == "rloo":
+                found[i] = r - mean(others) if others else 0.0
+            elif method in ("dr_grpo", "reinforce_pp_baseline"):
+                found[i] = r - mean(mine)
+            else:
+                found[i] = r
+        if method == "grpo" and mine:
+            found |= standard(mine)
+    if method.startswith("reinforce") and found:
+        found = standard(found)
+    return [found.get(i, math.nan) for i in range(len(rewards))]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([0.0, 1.0, -2.5, 0.1, math.nan]), st.integers(0, 2), st.integers(0, 2))),
+    st.sampled_from(METHODS),
+)
+def test_any_batch_by_hand(samples: list[tuple[float, int, int]], method: str) -> None:
+    """Groups of any size, forks and unknown rewards among them, in any order."""
+    rewards, groups = [r for r, _, _ in samples], [g for _, g, _ in samples]
+    rollouts = [10 * g + rollout for _, g, rollout in samples]
+    found = advantages(rewards, groups, method, rollouts)
+    np.testing.assert_allclose(found, by_hand(rewards, groups, method, rollouts), rtol=1e-4, atol=1e-5)
 
 
 def test_another_method_is_refused() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from samplestore import Store, datasets
+from samplestore.batch import Batch
 from samplestore.datasets import Steps, torch_dataset
 from samplestore.errors import BatchTimeout, InvalidSetting, SampleStoreError
 from samplestore.run import Run
@@ -105,6 +106,44 @@ def test_one_loop_at_a_time(store: Store) -> None:
         with pytest.raises(SampleStoreError, match="loop already"):
             next(iter(steps))
         assert next(loop).step == 2
+
+
+def test_close_in_the_loop_ends_it(store: Store) -> None:
+    run = ready(store)
+    steps, seen = Steps(run, range(1, 5), timeout=WAIT_S), []
+    for batch in steps:
+        seen.append(batch.step)
+        if batch.step == 2:
+            read_ahead(run, 2, 3)
+            steps.close()
+            steps._steps = range(2, 5)
+            again = iter(steps)
+            assert next(again).step == 2
+    assert seen == [1, 2]
+    assert steps.batch is not None, "another loop, which the end of this one does not end"
+    again.close()  # type: ignore[attr-defined]
+    assert f.states(run) == ["consumed", "ready", "ready", "ready"]
+    f.sound(run)
+
+
+def test_a_commit_that_failed_is_made_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ready(store, 2)
+    commit, tried = Batch.commit, []
+
+    def away(self: Batch) -> None:
+        tried.append(self.step)
+        if len(tried) == 1:
+            raise ConnectionError("the database is away")
+        commit(self)
+
+    monkeypatch.setattr(Batch, "commit", away)
+    with Steps(run, (1,), timeout=WAIT_S) as steps:
+        for _ in steps:
+            with pytest.raises(ConnectionError):
+                steps.commit()
+            assert steps.batch is not None, "it is still in hand"
+            steps.commit()
+    assert leases(run) == [(1, "committed")] and tried == [1, 1]
 
 
 def test_what_goes_wrong_ahead_is_raised_at_its_step(store: Store) -> None:

@@ -58,8 +58,10 @@ def test_sequence_ratios(make: Callable[[Any], Any]) -> None:
     close(ratios.sequence_ratio(make(padded), make(old), make(mask)), [math.sqrt(0.5), 2, 1])
     with pytest.raises(ValueError, match="cu_seqlens"):
         ratios.sequence_ratio(make(NEW), make(OLD), make(MASK))
-    with pytest.raises(ValueError, match="ends at 5"):
-        ratios.sequence_ratio(make(NEW[:4]), make(OLD[:4]), make(MASK[:4]), bounds)
+    for wrong in ([0, 3], [0, 3, 6], [1, 5], [0, 4, 3, 5], [5], []):
+        cut = make([0, *wrong])[1:]  # of no dtype else, where it is empty
+        with pytest.raises(ValueError, match="must rise from 0 to the end"):
+            ratios.sequence_ratio(make(NEW), make(OLD), make(MASK), cut)
 
 
 def test_far_apart_does_not_overflow(make: Callable[[Any], Any]) -> None:
@@ -67,6 +69,15 @@ def test_far_apart_does_not_overflow(make: Callable[[Any], Any]) -> None:
     close(ratios.log_ratio(new, old, mask), [20, -20])
     close(ratios.token_ratio(new, old, mask), [math.exp(20), math.exp(-20)])
     assert np.isfinite(np.asarray(ratios.kl_k3(new, old, mask))).all()
+
+
+def test_half_precision_is_computed_in_single(make: Callable[[Any], Any]) -> None:
+    new, old, mask = make([10.0, -1.25]), make([-90.0, -1.5]), make([1.0, 1.0])
+    half = [x.astype(np.float16) if isinstance(x, np.ndarray) else x.bfloat16() for x in (new, old, mask)]
+    for given in (half, [half[0], old, mask], [new, *half[1:]]):
+        found = ratios.token_ratio(*given)
+        assert found.dtype == new.dtype
+        close(found, [math.exp(20), math.exp(0.25)])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
