@@ -43,11 +43,12 @@ def build(path: Path, seed: int) -> None:
     if (path / "model.safetensors").exists():
         raise FileExistsError(f"{path} already holds a model; build into an empty directory")
     path.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(path)
+    write_tokenizer(path)
     _write_model(path, seed)
 
 
-def _write_tokenizer(path: Path) -> None:
+def write_tokenizer(path: Path) -> None:
+    """Only the tokenizer: for whoever has no need of weights. Needs no torch."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
     # A BPE without merges is a character tokenizer; characters outside the vocabulary become <unk>.

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from samplestore import codec
 from samplestore.errors import InvalidSegment
+from samplestore.words import amount
 
 EXPERTS, TEACHER, TRAINER = "routed_experts", "teacher_log_probs", "trainer_log_probs"
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -107,7 +108,7 @@ def prepare(name: str, array: Any, n_experts: int | None = None) -> Prepared:
     _check(name, given)
     dtype, shape, data = codec.encode_array(given)
     if len(data) > MAX_BYTES:
-        raise InvalidSegment(f"{name} has {len(data):,} bytes; an array has at most {MAX_BYTES:,}", field=name)
+        raise InvalidSegment(f"{name} has {amount(len(data), 'byte')}; an array has at most {MAX_BYTES:,}", field=name)
     return Prepared(name, dtype, shape, data)
 
 
@@ -117,7 +118,7 @@ def stored(name: str, dtype: str, shape: list[int], data: bytes) -> Prepared:
     if not NAME.fullmatch(name) or name in RESERVED:
         raise InvalidSegment(f"{name[:80]!r} is no name of an array", field="name")
     if len(data) > MAX_BYTES or len(data) != size_of(dtype, shape):
-        raise InvalidSegment(f"{name} has {len(data):,} bytes for {dtype} {shape}", field=name)
+        raise InvalidSegment(f"{name} has {amount(len(data), 'byte')} for {dtype} {shape}", field=name)
     _check(name, codec.decode_array(dtype, shape, data))
     return Prepared(name, dtype, shape, data)
 
@@ -160,4 +161,4 @@ def require_rows(made: Prepared, prompt_tokens: int, response_tokens: int, rows:
     room = last_row(made.name, prompt_tokens, response_tokens) - first_place(made.name, prompt_tokens)
     if not 1 <= made.rows <= room or (rows is not None and made.rows != rows):
         expected = f"{rows}" if rows is not None else f"1 to {room}"
-        raise InvalidSegment(f"{made.name} has {made.rows} rows, expected {expected}", field=made.name)
+        raise InvalidSegment(f"{made.name} has {amount(made.rows, 'row')}, expected {expected}", field=made.name)

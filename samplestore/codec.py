@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from samplestore.errors import InvalidSegment, TokensPruned
 from samplestore.types import Floats, Ids
+from samplestore.words import amount
 
 PRUNED, WITH_LOGPROBS, IDS_ONLY = 0, 1, 2
 PRUNED_PAYLOAD = bytes([PRUNED])
@@ -39,7 +40,9 @@ def as_ids(tokens: Any, field: str = "tokens") -> npt.NDArray[np.integer[Any]]:
     if array.dtype.kind not in "iu":
         raise InvalidSegment(f"{field} must be whole numbers, not {array.dtype}", field=field)
     if array.size > MAX_SEGMENT_TOKENS:
-        raise InvalidSegment(f"{array.size} tokens; a segment holds at most {MAX_SEGMENT_TOKENS}", field=field)
+        raise InvalidSegment(
+            (f"{amount(array.size, 'token')}; a segment holds at most {MAX_SEGMENT_TOKENS}"), field=field
+        )
     return array
 
 
@@ -69,7 +72,7 @@ def as_logprobs(logprobs: Any, n: int, *, required: bool) -> Floats | None:
         with np.errstate(over="ignore"):
             array = np.asarray(values, dtype="<f4")
     if array.shape != (n,):
-        raise InvalidSegment(f"{n} tokens but {array.size} log-probs", field="logprobs")
+        raise InvalidSegment(f"{amount(n, 'token')} but {amount(array.size, 'log-prob')}", field="logprobs")
     return array
 
 
@@ -183,7 +186,7 @@ def decode(payload: bytes) -> tuple[Ids, Floats | None]:
         raise TokensPruned("this segment")
     n = payload_tokens(len(payload), payload[0]) if payload else None
     if n is None:
-        raise ValueError(f"damaged segment payload of {len(payload)} bytes")
+        raise ValueError(f"damaged segment payload of {amount(len(payload), 'byte')}")
     ids = np.frombuffer(payload, _I4, n, 1)
     return ids, None if payload[0] == IDS_ONLY else np.frombuffer(payload, _F4, n, 1 + 4 * n)
 
@@ -254,6 +257,20 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 def decode_array(dtype: str, shape: list[int], data: bytes) -> npt.NDArray[Any]:
     return np.frombuffer(data, dtype=dtype_of(dtype)).reshape(shape)
+
+
+MAX_REWARD, MIN_REWARD = 1e25, 1e-100
+
+
+def reward(value: Any) -> float | None:
+    """A reward, or a stage's value, as it is stored; None for what is none: no number, or beyond +-1e25. A batch has
+    rewards as float32, weighted and added up, and their spread is made of squares: what is nearer to 0 than 1e-100 is
+    0, whose square PostgreSQL can take."""
+    if isinstance(value, np.number):
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:
+        return None
+    return float(value) if abs(value) >= MIN_REWARD else 0.0
 
 
 def clean_text(value: object, limit: int = 4000) -> str:

@@ -22,6 +22,7 @@ import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -281,7 +282,9 @@ def _read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}. Look at it with: ls -l {path}") from error
+        raise ConfigError(
+            f"{path} can't be read: {error.strerror}. Look at it with: ls -l {quote(str(path))}"
+        ) from error
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes: no configuration file. Use: --config FILE")
     try:

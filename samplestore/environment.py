@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from shlex import quote
 
 from sqlalchemy.exc import DBAPIError
 
@@ -87,7 +88,7 @@ def _sqlite(url: str, path: Path, said: str) -> SampleStoreError | None:
     if "disk I/O error" in said:
         return DatabaseUnusable(url, "can't be read or written: the disk reports an error", "Look at: dmesg | tail")
     if "file is not a database" in said:
-        return DatabaseUnusable(url, "is not a database of SQLite", f"See what it is: ls -l {path}")
+        return DatabaseUnusable(url, "is not a database of SQLite", f"See what it is: ls -l {quote(str(path))}")
     if "malformed" in said:
         return DatabaseUnusable(url, "is damaged", "Restore a backup beside it: samplestore restore BACKUP --db FILE")
     if "unable to open database file" in said or "readonly database" in said:
@@ -101,11 +102,11 @@ def closed(path: Path) -> tuple[str, str]:
     if path.is_dir():
         return "is a folder", f"Name a file in it: --db {path / 'rollouts.db'}"
     if not folder.is_dir():
-        return "can't be made: there is no folder for it", f"Make it with: mkdir -p {folder}"
+        return "can't be made: there is no folder for it", f"Make it with: mkdir -p {quote(str(folder))}"
     if path.exists() and not os.access(path, os.R_OK):
-        return "may not be read by this user", f"Look at its rights: ls -l {path}"
+        return "may not be read by this user", f"Look at its rights: ls -l {quote(str(path))}"
     if path.exists() and not os.access(path, os.W_OK):
-        return "may not be written by this user", f"Look at its rights: ls -l {path}"
+        return "may not be written by this user", f"Look at its rights: ls -l {quote(str(path))}"
     return (
         "can't be opened: SQLite writes files beside it, also to read, and may not write in this folder",
         f"Copy it to a folder of yours, or look at the rights: ls -ld {folder}",

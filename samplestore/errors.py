@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from itertools import islice
+from shlex import quote
 from typing import Any
+
+from samplestore.words import amount, amount_is, close_to, did_you_mean, which
+
+SQLITE = b"SQLite format 3\0"  # how a file of SQLite's begins
+MOST_FILES = 2000  # of a folder that are looked at
 
 
 class SampleStoreError(Exception):
@@ -14,7 +22,28 @@ class DatabaseMissing(SampleStoreError):
 
     def __init__(self, url: str) -> None:
         self.url = url
-        super().__init__(f"no database at {url}. Create it with: samplestore db upgrade --db {url}")
+        super().__init__(f"no database at {url}.{_meant(url)} Create it with: samplestore db upgrade --db {quote(url)}")
+
+
+def _meant(url: str) -> str:
+    """Of a file that is not there: the database beside it whose name is close."""
+    folder, wanted = os.path.split(url)
+    try:
+        with os.scandir(folder or ".") as entries:
+            beside = [entry.name for entry in islice(entries, MOST_FILES)]
+    except (OSError, ValueError):  # no folder there, or no path at all: the URL of a server
+        return ""
+    return did_you_mean(wanted, (name for name in close_to(wanted, beside) if _is_database(os.path.join(folder, name))))
+
+
+def _is_database(path: str) -> bool:
+    if not os.path.isfile(path):  # opening a pipe would wait
+        return False
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(SQLITE)) == SQLITE
+    except OSError:
+        return False
 
 
 class SchemaMismatch(SampleStoreError):
@@ -23,9 +52,9 @@ class SchemaMismatch(SampleStoreError):
     def __init__(self, url: str, found: str | None, expected: str, known: bool) -> None:
         self.url, self.found, self.expected = url, found, expected
         if found is None:
-            cure = f"It has no samplestore schema yet. Run: samplestore db upgrade --db {url}"
+            cure = f"It has no samplestore schema yet. Run: samplestore db upgrade --db {quote(url)}"
         elif known:
-            cure = f"Run: samplestore db upgrade --db {url}"
+            cure = f"Run: samplestore db upgrade --db {quote(url)}"
         else:
             cure = "It was written by a newer samplestore. Run: pip install -U samplestore"
         super().__init__(f"{url} has schema revision {found}, this samplestore needs {expected}. {cure}")
@@ -94,8 +123,9 @@ class RunNotFound(SampleStoreError):
     def __init__(self, name: str, known: list[str]) -> None:
         self.name, self.known = name, known
         have = f"The database has: {', '.join(known)}." if known else "The database has no runs yet."
-        missing = f"no run named {name!r}" if name else "there is no run"
-        super().__init__(f"{missing}. {have} Create one with: samplestore add-prompts FILE --run {name}")
+        missing = f"no run named {name!r}.{did_you_mean(name, known)}" if name else "there is no run."
+        create = f"samplestore add-prompts FILE --run {quote(name) if name else 'NAME'}"
+        super().__init__(f"{missing} {have} Create one with: {create}")
 
 
 class RunSettingsConflict(SampleStoreError):
@@ -112,7 +142,7 @@ class InvalidSetting(SampleStoreError):
 
     def __init__(self, name: str, value: Any, allowed: str) -> None:
         self.name, self.value, self.allowed = name, value, allowed
-        super().__init__(f"setting {name}={value!r} is not allowed; use {allowed}")
+        super().__init__(f"{name}={value!r} is not allowed; use {allowed}")
 
 
 class ArrayNotStored(SampleStoreError):
@@ -161,11 +191,12 @@ class EngineInUse(SampleStoreError):
     def __init__(self, url: str, run: str, workers: list[tuple[int, str, int]]) -> None:
         self.url, self.run, self.workers = url, run, workers
         told = f"engine {url} belongs to run {run!r}"
-        cure = f"samplestore engines forget {url}"
+        cure = f"samplestore engines forget {quote(url)}"
         if workers:
             shown = ", ".join(f"{id} (pid {pid} on {host})" for id, host, pid in workers[:5])
-            told += f", whose {len(workers)} live workers would take it back at once: {shown}"
-            cure = f"Stop them with samplestore drain --run {run} (or SIGTERM), and when they have gone: {cure}"
+            told += f", whose {amount(len(workers), 'live worker')} would take it back at once: {shown}"
+            them, gone = which(len(workers), "it", "them"), which(len(workers), "it has", "they have")
+            cure = f"Stop {them} with samplestore drain --run {quote(run)} (or SIGTERM), and when {gone} gone: {cure}"
         else:
             cure = f"Give it back with: {cure}"
         super().__init__(f"{told}; an engine serves one run's weights. {cure}")
@@ -191,7 +222,7 @@ class InvalidTransition(SampleStoreError):
     """The state machine has no such arrow."""
 
     def __init__(self, what: str, id: int, state: str, verb: str, allowed: str) -> None:
-        self.what, self.id, self.state, self.verb = what, id, state, verb
+        self.what, self.id, self.state, self.verb, self.allowed = what, id, state, verb, allowed
         super().__init__(f"cannot {verb} {what} {id}: it is {state}; allowed from: {allowed}")
 
 
@@ -235,7 +266,8 @@ class AbortTimeout(SampleStoreError):
         self.waited_s, self.samples = waited_s, samples
         shown = ", ".join(map(str, samples[:5])) + (", ..." if len(samples) > 5 else "")
         super().__init__(
-            f"{len(samples)} samples are still in flight after {waited_s:.0f} s ({shown}). "
+            f"{amount_is(len(samples), 'sample')} still in flight after "
+            f"{waited_s:.0f} s ({shown}). "
             "Free what dead workers hold with: samplestore reap"
         )
 
@@ -273,7 +305,8 @@ class WorldMismatch(SampleStoreError):
     def __init__(self, step: int, batch_id: int, planned: int, asked: int) -> None:
         self.step, self.batch_id, self.planned, self.asked = step, batch_id, planned, asked
         super().__init__(
-            f"step {step} is shared out over {planned} ranks (batch {batch_id}), and world={asked} was asked for. "
+            f"step {step} is shared out over {amount(planned, 'rank')} (batch {batch_id}), and world={asked} was "
+            "asked for. "
             f"Start all ranks with one world; rank 0 plans anew: run.batch({step}, rank=0, world={asked})"
         )
 
@@ -338,8 +371,9 @@ class RunInUse(SampleStoreError):
         self.what, self.workers = what, workers
         shown = ", ".join(map(str, workers[:5])) + (", ..." if len(workers) > 5 else "")
         super().__init__(
-            f"{what} is in use by {len(workers)} live workers or trainers ({shown}). Stop them, and free what dead "
-            "ones hold with: samplestore reap"
+            f"{what} is in use by {amount(len(workers), 'live worker')} or "
+            f"{which(len(workers), 'trainer', 'trainers')} ({shown}). Stop {which(len(workers), 'it', 'them')}, and "
+            "free what dead ones hold with: samplestore reap"
         )
 
 
@@ -378,8 +412,8 @@ class EvaluationTimeout(SampleStoreError):
     def __init__(self, evaluation_id: int, waited: float, left: int, why: str) -> None:
         self.evaluation_id, self.waited, self.left, self.why = evaluation_id, waited, left, why
         super().__init__(
-            f"evaluation {evaluation_id} is not done after {waited:.0f} s: {left} prompts are left. It goes on; see it "
-            f"with: samplestore eval --list. The run: {why}"
+            f"evaluation {evaluation_id} is not done after {waited:.0f} s: {amount(left, 'prompt')} "
+            f"{which(left, 'is', 'are')} left. It goes on; see it with: samplestore eval --list. The run: {why}"
         )
 
 
@@ -418,7 +452,8 @@ class EpisodeTruncated(SampleStoreError):
     def __init__(self, sample_id: int, n_tokens: int) -> None:
         self.sample_id, self.n_tokens = sample_id, n_tokens
         super().__init__(
-            f"sample {sample_id} has no room after {n_tokens} response tokens: ctx.room says beforehand what is left. "
+            f"sample {sample_id} has no room after {amount(n_tokens, 'response token')}: ctx.room says beforehand "
+            "what is left. "
             "More of it: samplestore worker --max-new-tokens N, as far as the model's context goes"
         )
 

@@ -31,6 +31,8 @@ POINTS = {
     "rewarded": "a reward is computed and not stored",
     "filed": "an array's file is on disk, and no row names it yet",
     "importing": "some groups of an import are written and not committed",
+    "exporting": "an export is whole on disk, and has not got its name",
+    "copying": "a transaction of a merge or fork is committed, the next not begun",
     "saved": "a trainer's checkpoint is on disk and its batch not committed; for trainers to call",
     "migrating": "a revision is applied and not committed",
     "pruning": "one slice of a prune is committed, the next not begun",

@@ -65,7 +65,7 @@ def frame(
     run_id = None if run is None else store.existing_run(run).id
     table = _table(name)
     lists = {"sample_ids": sample_ids, "group_ids": group_ids, "versions": versions}
-    given = {key: [whole(key, v, -1, MAX_ID) for v in values] for key, values in lists.items() if values is not None}
+    given = {key: _whole_numbers(key, values) for key, values in lists.items() if values is not None}
     where = [_of_run(table, run_id)] if run_id is not None else []
     where += [_among(name, table, key, values) for key, values in given.items()]
     if status is not None:
@@ -145,6 +145,12 @@ def _there(condition: Any, name: str, key: str, value: Any) -> Any:
     if condition is None:
         raise InvalidSetting(key, value, f"left out: rows of {name!r} have no such thing")
     return condition
+
+
+def _whole_numbers(key: str, values: Any) -> list[int]:
+    if not isinstance(values, Iterable):
+        raise InvalidSetting(key, values, "a list of whole numbers")
+    return [whole(key, v, -1, MAX_ID) for v in values]
 
 
 def _chosen(columns: Sequence[str] | None, known: Iterable[str]) -> list[str]:

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from shlex import quote
 
 from samplestore.errors import DatabaseUnusable, StoreBusy, StoreUnavailable
 
@@ -37,10 +38,10 @@ class _Lock:
                 raise StoreUnavailable(path, "its disk is full", f"Make room: df -h {folder}") from error
             if not os.path.isdir(folder):
                 raise DatabaseUnusable(
-                    path, "can't be made: there is no folder for it", f"Make it with: mkdir -p {folder}"
+                    path, "can't be made: there is no folder for it", f"Make it with: mkdir -p {quote(str(folder))}"
                 ) from error
             told = f"can't be opened to write ({error.strerror})"
-            raise DatabaseUnusable(path, told, f"Look at the rights: ls -ld {folder}") from error
+            raise DatabaseUnusable(path, told, f"Look at the rights: ls -ld {quote(str(folder))}") from error
         self.queued = False  # a helper thread waits in flock: closing now would give it somebody else's file
 
     def close(self) -> None:

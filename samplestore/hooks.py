@@ -35,6 +35,7 @@ from samplestore.tokenizers import Tokenizer, as_tokenizer, load_tokenizer
 from samplestore.types import Ids
 from samplestore.verbs import batches as verbs
 from samplestore.verbs.tx import PART, Transactor
+from samplestore.words import amount
 
 BufferFilter = Callable[[Any, int, list[list[HookSample]], int], list[list[HookSample]]]
 AllSamples = Callable[[Any, list[list[HookSample]], Any], Any]
@@ -78,7 +79,7 @@ def choose(run: Transactor, hook: BufferFilter, step: int, n: int, policy: dict[
     except (TypeError, IndexError, KeyError, AttributeError):
         raise HookFailed(name, "it must return a list of groups of the buffer") from None
     if len(chosen) > n or len(set(chosen)) < len(chosen):
-        raise HookFailed(name, f"it returned {len(chosen)} groups, not {n} different ones")
+        raise HookFailed(name, f"it returned {amount(len(chosen), 'group')}, not {n} different ones")
     return chosen
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from samplestore.media import Image, media_type_of
 from samplestore.rowvalues import BadValue
+from samplestore.words import amount
 
 MAX_IMAGES = 64  # of one prompt
 MAX_IMAGE_BYTES = 20 * 1024 * 1024
@@ -23,7 +24,7 @@ def read_all(values: Any) -> tuple[Image, ...]:
     if not isinstance(values, list | tuple):
         raise BadValue("must be a list of images", type(values).__name__, "images")
     if len(values) > MAX_IMAGES:
-        raise BadValue(f"has {len(values)} images, the limit is {MAX_IMAGES}", field="images")
+        raise BadValue(f"has {amount(len(values), 'image')}, the limit is {MAX_IMAGES}", field="images")
     return tuple(_read(value, f"images[{place}]") for place, value in enumerate(values))
 
 
@@ -32,7 +33,7 @@ def _read(value: Any, field: str) -> Image:
     if not data:
         raise BadValue("is empty", field=field)
     if len(data) > MAX_IMAGE_BYTES:
-        raise BadValue(f"has {len(data):,} bytes, the limit is {MAX_IMAGE_BYTES:,}", field=field)
+        raise BadValue(f"has {amount(len(data), 'byte')}, the limit is {MAX_IMAGE_BYTES:,}", field=field)
     media_type = media_type_of(data)
     if media_type is None:
         raise BadValue("is no PNG, JPEG, GIF or WebP image", data[:12].hex(), field)

@@ -28,6 +28,7 @@ from samplestore.promptfiles import InvalidRow, PromptFile, PromptFileError, Rea
 from samplestore.rowvalues import MAX_ROW_BYTES, BadValue, check_messages, dataset_name, parsed, plain, token_ids
 from samplestore.tokenizers import RESERVED_TEMPLATE_ARGS, TemplateRefused, Tokenizer, as_tokenizer
 from samplestore.types import Ids
+from samplestore.words import amount
 
 __all__ = [
     "InvalidPrompts", "InvalidRow", "Prompt", "PromptFile", "PromptFileError", "RowKeys", "TokenizerNeeded",
@@ -325,4 +326,4 @@ class _Maker:
         if longest is None and self.tokenizer is not None:
             longest, whose = self.tokenizer.longest_prompt, "what an engine of this model takes"
         if longest is not None and ids.size > longest:
-            raise BadValue(f"has {ids.size:,} tokens, the limit is {longest:,} ({whose})", field=field)
+            raise BadValue(f"has {amount(ids.size, 'token')}, the limit is {longest:,} ({whose})", field=field)

@@ -16,6 +16,7 @@ from samplestore.states import BatchState
 from samplestore.types import whole
 from samplestore.verbs import batches as verbs
 from samplestore.verbs.tx import Transactor
+from samplestore.words import amount
 
 batch, worker, run_table = (t.__table__ for t in (BatchRow, Worker, Run))
 
@@ -53,7 +54,7 @@ def join(run: Transactor, step: int, world: int, wait: Callable[[str], float]) -
             told += ": its last life did, and is silent"
         else:
             mismatch = WorldMismatch(step, row.id, world_of(row), world)
-            told = f"rank 0 holds step {step} for {world_of(row)} ranks, not {world}"
+            told = f"rank 0 holds step {step} for {amount(world_of(row), 'rank')}, not {world}"
             # Rank 0 may be starting too, and plan anew, or have died; once it has beaten in this wait it means it.
             if waited > run.settings.heartbeat_ttl_s / 2:
                 raise mismatch

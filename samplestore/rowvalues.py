@@ -9,8 +9,10 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from samplestore import codec
 from samplestore.promptfiles import SHOWN, printable, show
 from samplestore.types import Ids
+from samplestore.words import amount
 
 MAX_ROW_BYTES = 16 * 1024 * 1024
 MAX_DEPTH = 64
@@ -109,11 +111,8 @@ class _Walk:
 
 
 def is_finite(value: Any) -> TypeGuard[float]:
-    """Whether it is a number that a float holds, and no bool."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
-        return False
+    """Whether it is a number that may stand in a row, and no bool: one that could be a reward."""
+    return isinstance(value, int | float) and codec.reward(value) is not None
 
 
 def token_ids(value: Any) -> Ids:
@@ -164,7 +163,9 @@ def check_messages(key: str, messages: list[Any], images: int = 0) -> None:
         if not isinstance(content, str | list | None):
             raise BadValue("must be text or a list of text parts", content, f"{at}.content")
     if places not in (0, images):
-        raise BadValue(f"has {places} places for images, and the row has {images} images", field=key)
+        raise BadValue(
+            (f"has {amount(places, 'place')} for images, and the row has {amount(images, 'image')}"), field=key
+        )
 
 
 def parsed(said: dict[str, Any], key: str, kind: type) -> Any:

@@ -18,7 +18,7 @@ from samplestore.arrayfiles import ArrayFiles, keep, open_files
 from samplestore.arrays import Prepared
 from samplestore.asyncbatch import batch_async
 from samplestore.batch import Batch
-from samplestore.batches import mismatch, replay, take
+from samplestore.batches import mismatch, replay, require_options, take
 from samplestore.engine import Database
 from samplestore.errors import AbortTimeout, ArrayFileError, InvalidSetting
 from samplestore.evaluations import evaluate
@@ -175,7 +175,7 @@ class Run:
         to         parquet: a folder, with files by step; jsonl: a file (.gz is compressed); slime: a path with
                    {rollout_id} in it, a file for each committed step
         steps      first and last committed step; None is all groups, those without a step too
-        statuses   of samples; empty is any
+        statuses   of samples, empty is any; the parents of chosen forks come along
         arrays     named arrays to write, or ["all"]
         tokenizer  to write the text of responses too
         force      replace an export that is there
@@ -435,11 +435,13 @@ class Run:
     def batch(self, step: int, groups: int | None = None, **options: Any) -> Batch:
         """Wait for a batch and lease it; a context manager that commits on a clean exit and releases on an error. With
         `rank` and `world` the part of one rank. See samplestore.batches.take for the options."""
+        require_options("run.batch", options)
         return take(self, step, groups, **options)
 
     def batch_async(self, step: int, groups: int | None = None, **options: Any) -> AbstractAsyncContextManager[Batch]:
         """The same for `async with`: waiting, reading, commit and release do not hold up the event loop. See
         samplestore.asyncbatch."""
+        require_options("run.batch_async", options, without=("stop",))
         return batch_async(self, step, groups, **options)
 
     def replay(self, step: int, *, rank: int = 0, world: int = 1) -> Batch:

@@ -70,6 +70,9 @@ class WorkerState(StrEnum):
     GONE = "gone"  # said goodbye
 
 
+COPIED_WORKER = "copied"  # key in the info of a worker that worked for the run of which this one is a copy
+
+
 class WorkerKind(StrEnum):
     ROLLOUT = "rollout"
     REWARD = "reward"
@@ -87,7 +90,9 @@ class BatchState(StrEnum):
     LEASED = "leased"
     COMMITTED = "committed"
     RELEASED = "released"  # given back before its commit
-    REWOUND = "rewound"  # committed, but the restored checkpoint has not seen it
+    # Committed, but the restored checkpoint has not seen it; or given back, and handed out before the checkpoint that
+    # training began with anew: no checkpoint to come can have seen it (verbs/seen.py).
+    REWOUND = "rewound"
 
 
 LIVE_BATCH = (BatchState.LEASED, BatchState.COMMITTED)

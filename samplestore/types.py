@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from samplestore import filters, othernames, serving, states
 from samplestore.errors import InvalidSetting
+from samplestore.words import amount, which
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -484,7 +485,11 @@ class Why:
 
     def __str__(self) -> str:
         told = "; ".join(text for _, text in self.reasons) or "nothing stands in the way"
-        return f"{self.ready_in_window} of {self.needed} groups are ready inside the window: {told}"
+        return f"{self.ready_in_window} of {amount(self.needed, 'group')} {self.are} ready inside the window: {told}"
+
+    @property
+    def are(self) -> str:
+        return which(self.ready_in_window, "is", "are")
 
     def as_json(self) -> dict[str, Any]:
         return {

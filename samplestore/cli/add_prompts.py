@@ -13,21 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from samplestore.cli.common import Db, database
-from samplestore.errors import DatabaseMissing, InvalidSetting, SampleStoreError, SchemaMismatch
+from samplestore.cli import exits
+from samplestore.cli.common import AsJson, Db, MadeRun, database, existing_url
+from samplestore.cli.output import emit_json, note, say
+from samplestore.errors import DatabaseMissing, InvalidSetting, SampleStoreError
+from samplestore.words import amount, which
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from samplestore.prompts import InvalidRow, Prompt
 
-EXIT_FAILED, EXIT_DATABASE = 1, 3
 REDRAW_ROWS = 32  # rows between two updates of the progress bar
 
 Files: TypeAlias = Annotated[
     list[Path], typer.Argument(metavar="FILE...", help="JSON lines (.jsonl, .jsonl.gz) or Parquet; told by content.")
 ]
-RunName: TypeAlias = Annotated[str, typer.Option("--run", help="The run; created if it is not there.")]
 TokenizerFolder: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -80,12 +81,11 @@ MetadataKey: TypeAlias = Annotated[
 ExtraToMetadata: TypeAlias = Annotated[
     bool, typer.Option("--extra-to-metadata", help="Keep keys that mean nothing here in the metadata.")
 ]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def add_prompts(
     files: Files,
-    run: RunName,
+    run: MadeRun,
     db: Db = None,
     tokenizer: TokenizerFolder = None,
     samples_per_prompt: Samples = None,
@@ -127,9 +127,9 @@ def add_prompts(
         }  # fmt: skip
         result = _add(files, database(db), run, settings, tokenizer, skip_invalid, evaluation, options)
     except InvalidPrompts as error:
-        _fail(error, as_json, EXIT_FAILED, error.rows)
+        _fail(error, as_json, error.rows)
     except SampleStoreError as error:
-        _fail(error, as_json, EXIT_DATABASE if isinstance(error, DatabaseMissing | SchemaMismatch) else EXIT_FAILED)
+        _fail(error, as_json)
     else:
         result.tell(as_json)
 
@@ -147,7 +147,7 @@ class _Result:
 
         if as_json:
             counts = {name: getattr(self, name) for name in ("run", "added", "existing", "duplicates")}
-            typer.echo(json.dumps({"schema_version": 1, **counts, **_invalid_json(self.invalid)}))
+            emit_json({**counts, **_invalid_json(self.invalid)})
             return
         notes = [f"{self.existing:,} already there"]
         if self.duplicates:
@@ -155,10 +155,10 @@ class _Result:
         if self.invalid:
             notes.append(f"{len(self.invalid):,} refused")
             for row in self.invalid[:LISTED]:
-                typer.echo(f"refused: {row}", err=True)
+                note(f"refused: {row}")
             if len(self.invalid) > LISTED:
-                typer.echo(f"refused: {len(self.invalid) - LISTED:,} more", err=True)
-        typer.echo(f"added {self.added:,} prompts, {', '.join(notes)} (run {self.run})")
+                note(f"refused: {len(self.invalid) - LISTED:,} more")
+        say(f"added {amount(self.added, 'prompt')}, {', '.join(notes)} (run {self.run})")
 
 
 def _add(
@@ -179,22 +179,35 @@ def _add(
         if not file.exists():  # before anything is made or loaded: a typing error must not create a database
             raise PromptFileError(str(file), "no such file")
     loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
-    with samplestore.open(db) as store:
-        if name in store.run_names():
-            store.run(name, **settings)  # another setting than stored: say so before the files are tokenised
-        else:
-            settings = {"stages": ["reward"], **settings}
-        with _progress() as progress:
-            prompts, invalid = _read(files, loaded, options, progress)
-            if invalid and not skip_invalid:
-                raise InvalidPrompts(", ".join(dict.fromkeys(row.source for row in invalid)), invalid)
-            if not prompts:
-                what = f"all {len(invalid):,} rows were refused" if invalid else "there are no rows"
-                raise PromptFileError(", ".join(map(str, files)), f"{what}, nothing was stored")
-            unique, duplicates = first_of_each(prompts)
-            progress.add_task("storing", total=None)
+    settings = _settings_of(db, name, settings)
+    with _progress() as progress:
+        prompts, invalid = _read(files, loaded, options, progress)
+        if invalid and not skip_invalid:
+            raise InvalidPrompts(", ".join(dict.fromkeys(row.source for row in invalid)), invalid)
+        if not prompts:
+            all_of_them = which(len(invalid), "the only row was", f"all {len(invalid):,} rows were")
+            what = f"{all_of_them} refused" if invalid else "there are no rows"
+            raise PromptFileError(", ".join(map(str, files)), f"{what}, nothing was stored")
+        unique, duplicates = first_of_each(prompts)
+        progress.add_task("storing", total=None)
+        with samplestore.open(db) as store:  # not before: what is refused makes no database
             done = store.run(name, **settings).add_prompts(unique, evaluation=evaluation)
     return _Result(name, done.added, done.existing, duplicates, invalid)
+
+
+def _settings_of(db: str, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """What the run is asked for with. Of one that is there, another setting than stored is told before the files are
+    tokenised. Raises RunSettingsConflict, SchemaMismatch."""
+    import samplestore
+
+    try:
+        with samplestore.open(existing_url(db), create=False) as store:
+            if name in store.run_names():
+                store.run(name, **settings)
+                return settings
+    except DatabaseMissing:
+        pass
+    return {"stages": ["reward"], **settings}
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
@@ -265,9 +278,11 @@ def _invalid_json(rows: list[InvalidRow]) -> dict[str, Any]:
     return {"invalid": len(rows), "invalid_rows": [row.as_json() for row in rows[:LISTED]]}
 
 
-def _fail(error: SampleStoreError, as_json: bool, code: int, rows: list[InvalidRow] | None = None) -> None:
+def _fail(error: SampleStoreError, as_json: bool, rows: list[InvalidRow] | None = None) -> None:
     if as_json:
-        typer.echo(json.dumps({"schema_version": 1, "error": str(error), **_invalid_json(rows or [])}))
+        emit_json({"error": str(error), **_invalid_json(rows or [])})
     else:
-        typer.echo(f"error: {error}", err=True)
-    raise typer.Exit(code)
+        from samplestore.logs import mask
+
+        note(f"error: {mask(exits.with_next_command(error))}", lines=rows is not None)
+    raise typer.Exit(exits.exit_code(error))

@@ -11,7 +11,6 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
@@ -22,6 +21,7 @@ from samplestore import __version__
 from samplestore.cli import exits
 from samplestore.cli.output import note
 from samplestore.errors import MissingExtra, SampleStoreError
+from samplestore.words import did_you_mean
 
 ENTRY_POINTS = "samplestore.commands"
 ENV_DEBUG = "SAMPLESTORE_DEBUG"
@@ -104,8 +104,7 @@ class LazyGroup(TyperGroup):
         if command is None:
             if ctx.resilient_parsing:
                 return None, None, args[1:]
-            close = get_close_matches(args[0], COMMANDS, n=1)
-            ctx.fail(f"No such command {args[0]!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
+            ctx.fail(f"No such command {args[0]!r}.{did_you_mean(args[0], COMMANDS)}")
         _unfold(command)
         return args[0], command, args[1:]
 
@@ -193,7 +192,7 @@ def run(args: Sequence[str] | None = None) -> int:
             _tell(f"{arg!r} is not UTF-8: neither a database nor JSON can hold it. See: samplestore --help")
             return exits.USAGE
     try:
-        result = build().main(args=given, prog_name="samplestore", standalone_mode=False)
+        result = build().main(args=[*given], prog_name="samplestore", standalone_mode=False, obj=given)
         sys.stdout.flush()
         return result if isinstance(result, int) else exits.OK
     except BrokenPipeError:  # `| head` has seen enough; Python would complain once more when it closes stdout

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import join, quote
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
@@ -43,6 +44,14 @@ RunName: TypeAlias = Annotated[
 TheRun: TypeAlias = Annotated[
     str | None,
     typer.Option("--run", metavar="NAME", help="The run.", show_default="the only one", autocompletion=complete_run),
+]
+MadeRun: TypeAlias = Annotated[
+    str,
+    typer.Option("--run", metavar="NAME", help="The run; created if it is not there.", autocompletion=complete_run),
+]
+RunPlace: TypeAlias = Annotated[  # some commands take it by place too
+    str | None,
+    typer.Argument(metavar="[RUN]", help="The same as --run.", show_default=False, autocompletion=complete_run),
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Reason: TypeAlias = Annotated[
@@ -101,16 +110,22 @@ def opened_run(db: str | None, name: str | None) -> Iterator[Run]:
 
 @contextmanager
 def chosen_run(db: str | None, name: str | None) -> Iterator[Run]:
-    """An existing run for what can't be taken back: the newest is a guess, so where there are several it is named."""
+    """The run of `chosen`, in a store of its own."""
     with opened(db) as store:
-        names = store.run_names()
-        if name is None and len(names) > 1:
-            raise exits.CommandError(
-                f"the database has several runs ({', '.join(names[:20])}): name one with --run NAME. "
-                "List them with: samplestore runs",
-                exits.USAGE,
-            )
-        yield existing(store, name)
+        yield chosen(store, name)
+
+
+def chosen(store: Store, name: str | None) -> Run:
+    """An existing run for what can't be taken back: the newest is a guess, so where there are several it is named.
+    Raises RunNotFound, CommandError."""
+    names = store.run_names()
+    if name is None and len(names) > 1:
+        raise exits.CommandError(
+            f"the database has several runs ({', '.join(names[:20])}): name one with --run NAME. "
+            "List them with: samplestore runs",
+            exits.USAGE,
+        )
+    return existing(store, name)
 
 
 def existing(store: Store, name: str | None) -> Run:
@@ -122,6 +137,29 @@ def existing(store: Store, name: str | None) -> Run:
     return store.existing_run(name)
 
 
-def listed(numbers: list[int]) -> str:
+def again(ctx: typer.Context, option: str, value: str) -> str:
+    """The command that was typed, with another value of one option: what to type for the next page."""
+    from samplestore.logs import mask
+
+    words = list(ctx.find_root().obj or ())
+    for at in reversed(range(len(words))):
+        if words[at] == option:
+            del words[at : at + 2]
+        elif words[at].startswith(f"{option}="):
+            del words[at]
+    return mask(join(["samplestore", *words, option, value]))
+
+
+def one_name(place: str | None, option: str | None, command: str) -> str | None:
+    """The run that was named, by place or with --run. Raises CommandError where these are two."""
+    if place is not None and option is not None and place != option:
+        raise exits.CommandError(
+            f"two runs are named, {place!r} and {option!r}. Say one: samplestore {command} --run {quote(option)}",
+            exits.USAGE,
+        )
+    return place if option is None else option
+
+
+def listed(numbers: Sequence[int | str]) -> str:
     """Ids in a sentence."""
     return ", ".join(map(str, numbers[:10])) + (f" and {len(numbers) - 10:,} more" if len(numbers) > 10 else "")

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from samplestore.cli import exits
-from samplestore.cli.common import Db, NeededReason, Reason, RunName, TheRun, chosen_run, listed, opened, opened_run
+from samplestore.cli.common import (
+    Db,
+    NeededReason,
+    Reason,
+    RunName,
+    TheRun,
+    chosen,
+    chosen_run,
+    listed,
+    opened,
+    opened_run,
+)
 from samplestore.cli.output import say
 from samplestore.cli.show import find_sample
+from samplestore.errors import InvalidTransition
+from samplestore.words import amount, amount_is, which
 
 if TYPE_CHECKING:
-    from samplestore.store import Store
+    from samplestore.run import Run
 
 
 def pause(db: Db = None, run: RunName = None, reason: Reason = None) -> None:
@@ -45,8 +60,10 @@ def abort(
     reason: NeededReason,
     db: Db = None,
     run: TheRun = None,
-    sample: Annotated[list[int] | None, typer.Option(help="Only this sample (id); may be repeated.")] = None,
-    group: Annotated[list[int] | None, typer.Option(help="Only this group's samples (id); may be repeated.")] = None,
+    sample: Annotated[
+        list[str] | None, typer.Option(help="Only this sample (GROUP/INDEX or its id); may be repeated.")
+    ] = None,
+    group: Annotated[list[int] | None, typer.Option(help="Only samples of this group (number); may repeat.")] = None,
     wait: Annotated[float | None, typer.Option(min=0, help="Wait as many seconds until workers have let go.")] = None,
 ) -> None:
     """Abort what is in flight at the engines. Workers store the partial samples, which stay resumable.
@@ -55,11 +72,13 @@ def abort(
     """
     from samplestore.queries.status import status
 
-    with chosen_run(db, run) as found:
+    with opened(db) as store:
+        found = chosen(store, run)
+        samples = [find_sample(store, named, found.name)["id"] for named in sample or ()]
+        groups = [*existing_groups(found, group)] if group else []
         held = status(found.database, found.id)["in_flight"]
-        found.abort_inflight(reason, samples=sample, groups=group, wait_s=wait)
-        named = sample or group
-        what = "those samples" if named else f"what is in flight ({held:,} samples)"
+        found.abort_inflight(reason, samples=samples or None, groups=groups or None, wait_s=wait)
+        what = "those samples" if samples or groups else f"what is in flight ({amount(held, 'sample')})"
         done = "have aborted" if wait is not None else "were asked to abort"
         say(f"run {found.name}: workers {done} {what}")
 
@@ -68,17 +87,17 @@ def reap(db: Db = None, run: RunName = None) -> None:
     """Free what workers hold whose heartbeat stopped, and samples that make no progress."""
     with opened_run(db, run) as found:
         done = found.reap()
-        dead = f" ({listed(done.workers)})" if done.workers else ""
+        n, dead = len(done.workers), f" ({listed(done.workers)})" if done.workers else ""
         say(
-            f"run {found.name}: {len(done.workers)} workers are dead{dead}; freed {done.samples:,} samples, "
-            f"{done.stages:,} stages, {done.batches:,} batches, {done.engines:,} engines; "
-            f"{done.stragglers:,} stragglers"
+            f"run {found.name}: {amount_is(n, 'worker')} dead{dead}; freed "
+            f"{amount(done.samples, 'sample')}, {amount(done.stages, 'stage')}, {amount(done.batches, 'batch')}, "
+            f"{amount(done.engines, 'engine')}; {amount(done.stragglers, 'straggler')}"
         )
 
 
 def requeue(
     samples: Annotated[
-        list[str], typer.Argument(metavar="SAMPLE...", help="Ids, GROUP/INDEX, or RUN_UUID/GROUP/INDEX.")
+        list[str], typer.Argument(metavar="SAMPLE...", help="GROUP/INDEX, RUN_UUID/GROUP/INDEX, or ids.")
     ],
     reason: NeededReason,
     db: Db = None,
@@ -86,41 +105,57 @@ def requeue(
 ) -> None:
     """Start samples afresh: a new incarnation, nothing is carried over; their tokens are superseded."""
     with opened(db) as store:
-        found = [find_sample(store, named, run) for named in samples]
-        ids = sorted({row["id"] for row in found})
-        owner = store.existing_run(one_run(found, "samples", "requeue"))
-        done = owner.requeue(ids, reason)
-        say(f"run {owner.name}: {done:,} samples start afresh ({listed(ids)})")
+        found = {row["id"]: row for row in (find_sample(store, named, run) for named in samples)}
+        owner = store.existing_run(one_run([*found.values()], "samples", "requeue"))
+        places = {id: f"{row['number']}/{row['index']}" for id, row in sorted(found.items())}
+        with naming({row["group_id"]: row["number"] for row in found.values()}):
+            done = owner.requeue([*places], reason)
+        told = listed([*places.values()])
+        say(f"run {owner.name}: {amount(done, 'sample')} {which(done, 'starts', 'start')} afresh ({told})")
 
 
 def drop(
     groups: Annotated[
-        list[int], typer.Argument(metavar="GROUP...", help="Group ids (`samplestore groups` shows them).")
+        list[int],
+        typer.Argument(metavar="GROUP...", min=0, help="Numbers of groups (`samplestore groups` shows them)."),
     ],
     reason: NeededReason,
     db: Db = None,
+    run: TheRun = None,
 ) -> None:
     """Drop groups: they will not be trained on, and whoever generates for them is told to stop."""
-    with opened(db) as store:
-        rows = existing_groups(store, groups)
-        owner = store.existing_run(one_run(rows, "groups", "drop"))
-        done = owner.drop([row["id"] for row in rows], reason)
-        say(f"run {owner.name}: {done:,} groups dropped (numbers {listed([row['number'] for row in rows])})")
+    with chosen_run(db, run) as found:
+        named = existing_groups(found, groups)
+        with naming(named):
+            done = found.drop([*named], reason)
+        say(f"run {found.name}: {amount(done, 'group')} dropped ({listed([*named.values()])})")
 
 
-def existing_groups(store: Store, ids: list[int]) -> list[dict[str, Any]]:
-    from samplestore.queries.inspect import MAX_ROWS, groups_by_id
+@contextmanager
+def naming(numbers: dict[int, int]) -> Iterator[None]:
+    """What can't be done with a group is told of its number, not of its id."""
+    try:
+        yield
+    except InvalidTransition as error:
+        number = numbers.get(error.id, error.id)
+        raise InvalidTransition(error.what, number, error.state, error.verb, error.allowed) from error
 
-    wanted = sorted(set(ids))
+
+def existing_groups(run: Run, numbers: list[int]) -> dict[int, int]:
+    """The ids of a run's groups that have these numbers, with the numbers. Raises CommandError."""
+    from samplestore.queries.inspect import MAX_ROWS, groups_by_number
+
+    wanted = sorted(set(numbers))
+    listing = f"samplestore groups --run {quote(run.name)}"
     if len(wanted) > MAX_ROWS:
         raise exits.CommandError(
-            f"{len(wanted)} groups at once; at most {MAX_ROWS} are taken. List them with: samplestore groups",
-            exits.USAGE,
+            f"{len(wanted):,} groups at once; at most {MAX_ROWS:,} are taken. List them with: {listing}", exits.USAGE
         )
-    rows = groups_by_id(store.database, [i for i in wanted if 0 < i < 2**63])
-    if missing := sorted({*wanted} - {row["id"] for row in rows}):
-        raise exits.CommandError(f"there is no group {listed(missing)}. List the groups with: samplestore groups")
-    return rows
+    rows = groups_by_number(run.database, run.id, [n for n in wanted if n < 2**63])
+    if missing := sorted({*wanted} - {row["number"] for row in rows}):
+        what = which(len(missing), "group", "groups")
+        raise exits.CommandError(f"run {run.name} has no {what} {listed(missing)}. List them with: {listing}")
+    return {row["id"]: row["number"] for row in rows}
 
 
 def one_run(rows: list[dict[str, Any]], what: str, verb: str) -> str:

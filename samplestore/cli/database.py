@@ -11,6 +11,7 @@ import typer
 from samplestore.cli import exits
 from samplestore.cli.common import AsJson, Db, database, existing_url
 from samplestore.cli.output import emit_json, note, say
+from samplestore.words import amount
 
 if TYPE_CHECKING:
     from samplestore.engine import Database
@@ -102,7 +103,7 @@ def check(db: Db = None, as_json: AsJson = False) -> None:
             say(difference)
     if differences:
         note(
-            f"error: the schema of {url} was changed by hand ({len(differences)} differences). "
+            f"error: the schema of {url} was changed by hand ({amount(len(differences), 'difference')}). "
             "Look further with: samplestore doctor"
         )
         raise typer.Exit(exits.CHECK)

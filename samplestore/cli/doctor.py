@@ -14,8 +14,9 @@ import typer
 
 from samplestore import __version__
 from samplestore.cli import exits
-from samplestore.cli.common import AsJson, Db, existing_url, listed
+from samplestore.cli.common import AsJson, Db, existing_url
 from samplestore.cli.output import emit_json, note, printable, table
+from samplestore.words import amount, amount_is, which
 
 if TYPE_CHECKING:
     from samplestore.engine import Database
@@ -128,7 +129,9 @@ def _disk(folder: Path) -> Result:
     usage = shutil.disk_usage(folder)
     said = f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f} GiB at {folder}"
     if usage.free < LEAST_FREE:
-        return Result("disk", FAIL, f"{said}: writes will fail soon. Look with: du -xsh {folder}", exits.CHECK)
+        return Result(
+            "disk", FAIL, (f"{said}: writes will fail soon. Look with: du -xsh {quote(str(folder))}"), exits.CHECK
+        )
     return Result("disk", WARN if usage.free < LITTLE_FREE else OK, said)
 
 
@@ -146,7 +149,10 @@ def _database(found: Database) -> Iterator[Result]:
             raise
         said = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
         yield Result(
-            "database", FAIL, f"{said}. Is it there? Try: samplestore db current --db {found.shown_url}", exits.DATABASE
+            "database",
+            FAIL,
+            f"{said}. Is it there? Try: samplestore db current --db {quote(found.shown_url)}",
+            exits.DATABASE,
         )
         return
     yield Result("database", OK, found.shown_url)
@@ -163,7 +169,10 @@ def _wal(found: Database) -> Iterator[Result]:
         yield Result("WAL", OK, "on")
     else:
         yield Result(
-            "WAL", FAIL, f"journal mode is {mode}. Run: samplestore db upgrade --db {found.shown_url}", exits.CHECK
+            "WAL",
+            FAIL,
+            f"journal mode is {mode}. Run: samplestore db upgrade --db {quote(found.shown_url)}",
+            exits.CHECK,
         )
     wal = found.path.with_name(found.path.name + "-wal")
     size = wal.stat().st_size if wal.exists() else 0
@@ -193,7 +202,8 @@ def _processes(found: Database, ask_engines: bool) -> Iterator[Result]:
     if silent:
         names = ", ".join(f"{w['id']} of run {w['run']}" for w in silent[:10])
         cure = f"Run: samplestore reap --run {quote(silent[0]['run'])}"
-        said = f"{len(silent)} live workers are silent ({printable(names)}). {cure}"
+        n = len(silent)
+        said = f"{amount_is(n, 'live worker')} silent ({printable(names)}). {cure}"
         yield Result("workers", FAIL, said, exits.CHECK)
     else:
         yield Result("workers", OK, "none is silent")
@@ -202,7 +212,7 @@ def _processes(found: Database, ask_engines: bool) -> Iterator[Result]:
     behind = sum(e["version"] != e["current_version"] for e in known)
     said = f"{len(known)} registered, {behind} not at their run's current weights"
     if not known and (waiting := waiting_workers(found)):
-        said = f"none has answered the {waiting} live rollout workers. Look at their --engine or --router"
+        said = f"none has answered the {amount(waiting, 'live rollout worker')}. Look at their --engine or --router"
         yield Result("engines", FAIL, said, exits.CHECK)
     elif failed:
         cure = "See: samplestore engines list"
@@ -213,11 +223,12 @@ def _processes(found: Database, ask_engines: bool) -> Iterator[Result]:
         away = [(e["url"], why) for e in known if (why := _unreachable(e["url"]))]
         if away:
             said = (
-                f"{len(away)} of {len(known)} do not answer; {away[0][0]}: {away[0][1]}. See: samplestore engines list"
+                f"{len(away)} of {amount(len(known), 'engine')} {which(len(away), 'does', 'do')} not answer; "
+                f"{away[0][0]}: {away[0][1]}. See: samplestore engines list"
             )
             yield Result("engine health", FAIL, said, exits.ENGINE)
         else:
-            yield Result("engine health", OK, f"{listed([len(known)])} answered")
+            yield Result("engine health", OK, "none is registered" if not known else f"{len(known):,} answered")
 
 
 def _router(url: str) -> list[Result]:

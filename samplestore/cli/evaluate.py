@@ -11,6 +11,7 @@ import typer
 from samplestore.cli import exits
 from samplestore.cli.common import AsJson, Db, RunName, opened_run
 from samplestore.cli.output import emit_json, say, table, when
+from samplestore.words import which
 
 if TYPE_CHECKING:
     from samplestore.queries.evaluation import Evaluation
@@ -65,7 +66,8 @@ def evaluate(
             _tell(found, [made], as_json)
             if made.all_failed:
                 raise exits.CommandError(
-                    f"all {made.n_failed} samples failed; the last one: {shown(made.newest_error)}. When that is "
+                    f"{which(made.n_failed, 'the sample', f'all {made.n_failed:,} samples')} failed; the last "
+                    f"one: {shown(made.newest_error)}. When that is "
                     "mended, give the command again with: --again"
                 )
             return

@@ -7,15 +7,18 @@ from typing import Annotated
 import typer
 
 from samplestore.cli import exits
-from samplestore.cli.common import Db, Reason, TheRun, chosen_run, listed, opened
-from samplestore.cli.control import existing_groups, one_run
+from samplestore.cli.common import Db, Reason, TheRun, chosen_run, listed
+from samplestore.cli.control import existing_groups, naming
 from samplestore.cli.output import say
+from samplestore.words import amount, which
 
 
 def expire(
     groups: Annotated[
         list[int] | None,
-        typer.Argument(metavar="[GROUP...]", help="Group ids (`samplestore groups` shows them).", show_default=False),
+        typer.Argument(
+            metavar="[GROUP...]", min=0, help="Numbers of groups (`samplestore groups` shows them).", show_default=False
+        ),
     ] = None,
     reason: Reason = None,
     max_staleness: Annotated[
@@ -32,17 +35,17 @@ def expire(
     """
     if bool(groups) == (max_staleness is not None):
         raise exits.CommandError(
-            "say which groups: their ids, or --max-staleness N. See: samplestore expire --help", exits.USAGE
+            "say which groups: their numbers, or --max-staleness N. See: samplestore expire --help", exits.USAGE
         )
-    if not groups:
-        with chosen_run(db, run) as found:
-            done = found.expire(max_staleness=max_staleness, reason=reason)
-            say(f"run {found.name}: {done:,} groups that were more than {max_staleness} versions behind are stale")
-        return
-    if not reason:
+    if groups and not reason:
         raise exits.CommandError("say why these groups go: --reason TEXT. See: samplestore expire --help", exits.USAGE)
-    with opened(db) as store:
-        rows = existing_groups(store, groups)
-        owner = store.existing_run(one_run(rows, "groups", "expire"))
-        done = owner.expire([row["id"] for row in rows], reason=reason)
-        say(f"run {owner.name}: {done:,} groups are stale (numbers {listed([row['number'] for row in rows])})")
+    with chosen_run(db, run) as found:
+        if groups:
+            named = existing_groups(found, groups)
+            with naming(named):
+                done = found.expire([*named], reason=reason)
+            told = f" ({listed([*named.values()])})"
+        else:
+            done = found.expire(max_staleness=max_staleness, reason=reason)
+            told = f" that {which(done, 'was', 'were')} more than {amount(max_staleness or 0, 'version')} behind"
+        say(f"run {found.name}: {amount(done, 'group')}{told} {which(done, 'is', 'are')} stale")

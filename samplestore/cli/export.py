@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 
 from samplestore.cli import exits
-from samplestore.cli.common import AsJson, Db, opened_run
+from samplestore.cli.common import AsJson, Db, RunName, RunPlace, one_name, opened_run
 from samplestore.cli.output import emit_json, say
 from samplestore.cli.progress import bar
+from samplestore.words import amount, which
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run.", show_default=False)],
     to: Annotated[
         str,
         typer.Option(
@@ -23,7 +23,9 @@ def export(
             show_default=False,
         ),
     ],
+    place: RunPlace = None,
     db: Db = None,
+    run: RunName = None,
     format_: Annotated[str, typer.Option("--format", help="parquet | jsonl | slime")] = "parquet",
     step: Annotated[
         int | None, typer.Option("--step", metavar="N", min=0, help="Only what was trained on in step N.")
@@ -35,7 +37,8 @@ def export(
         bool, typer.Option("--all", help="All groups, whatever became of them: what is done without --step.")
     ] = False,
     status: Annotated[
-        list[str] | None, typer.Option("--status", help="Only samples of this status; may be repeated.")
+        list[str] | None,
+        typer.Option("--status", help=("Only samples of this status, and parents of forks; may be repeated.")),
     ] = None,
     arrays: Annotated[
         list[str] | None,
@@ -54,28 +57,33 @@ def export(
     nothing; the same rows give the same bytes. Evaluations are left out, and groups whose tokens were pruned.
     """
     chosen = _steps(step, steps, everything)
-    with opened_run(db, run) as found, bar(f"export {found.name}") as progress:
+    named = one_name(place, run, "export")
+    with opened_run(db, named) as found, bar(f"export {found.name}") as progress:
+        name = found.name
         done = found.export(
             to, format=format_, steps=chosen, statuses=status or (), arrays=arrays or (), tokenizer=tokenizer,
             force=force, progress=progress,
         )  # fmt: skip
     if as_json:
-        emit_json({"run": run, **done.as_json()})
+        emit_json({"run": name, **done.as_json()})
         return
     for path in done.paths[:20]:
         say(path)
     if len(done.paths) > 20:
-        say(f"and {len(done.paths) - 20:,} more files")
-    say(f"{done.samples:,} samples of {done.groups:,} groups, {done.tokens:,} response tokens (run {run})")
-    if done.pruned:
-        say(f"{done.pruned:,} groups are left out: their tokens were pruned")
+        say(f"and {len(done.paths) - 20:,} more")
+    say(
+        f"{amount(done.samples, 'sample')} of {amount(done.groups, 'group')}, "
+        f"{amount(done.tokens, 'response token')} (run {name})"
+    )
+    if n := done.pruned:
+        say(f"{amount(n, 'group')} {which(n, 'is left out: its', 'are left out: their')} tokens were pruned")
 
 
 def _steps(step: int | None, steps: str | None, everything: bool) -> tuple[int, int] | None:
     """Raises CommandError."""
     if sum((step is not None, steps is not None, everything)) > 1:
         raise exits.CommandError(
-            "--step, --steps and --all exclude each other. Try: samplestore export RUN --to PATH --steps 10:20",
+            "--step, --steps and --all exclude each other. Try: samplestore export --to PATH --steps 10:20",
             exits.USAGE,
         )
     if step is not None:
@@ -85,7 +93,7 @@ def _steps(step: int | None, steps: str | None, everything: bool) -> tuple[int, 
     first, colon, last = steps.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and int(first) <= int(last) < 2**31):
         raise exits.CommandError(
-            f"--steps is the first and the last step, not {steps[:40]!r}. Try: samplestore export RUN --to PATH "
+            f"--steps is the first and the last step, not {steps[:40]!r}. Try: samplestore export --to PATH "
             "--steps 10:20",
             exits.USAGE,
         )

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samplestore.cli.common import AsJson, Db, RunName, opened_run
-from samplestore.cli.output import emit_json, note, table, when
+from samplestore.cli.common import AsJson, Db, RunName, again, opened_run
+from samplestore.cli.output import emit_json, note, shown, table, when
 from samplestore.states import GroupState
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ MOST_LOOKS = 10  # stretches of group numbers that one command looks through for
 
 
 def groups(
+    ctx: typer.Context,
     db: Db = None,
     run: RunName = None,
     state: Annotated[
@@ -59,7 +60,8 @@ def groups(
 ) -> None:
     """Groups of a run, newest first, that fit all that is asked.
 
-    Staleness is that of now. A group of which something is not known yet is left out where that is asked for.
+    Staleness is that of now; of a group that a trainer holds or has consumed that at the lease. A group of which
+    something is not known yet is left out where that is asked for.
     """
     from samplestore.queries.group_list import NEWEST, SPREAD, GroupFilter
 
@@ -77,7 +79,7 @@ def groups(
     table(GROUPS, [_group(row) for row in rows])
     if last.after is not None:
         looked = "" if len(rows) == limit else f" (of what fits; looked through down to number {last.low})"
-        note(f"there may be more{looked}; the next page: samplestore groups --after {last.after} with the same options")
+        note(f"there may be more{looked}; the next page: {again(ctx, '--after', last.after)}")
 
 
 def _look(
@@ -97,8 +99,8 @@ def _look(
 
 
 GROUPS = (
-    *("id", "number", "state", "reason", "dataset", "samples", "open", "unscored", "failed"),
-    *("tokens", "staleness", "reward", "± std", "created"),
+    *("group", "state", "finished", "unscored", "failed", "tokens", "staleness", "reward ± std", "created", "dataset"),
+    "reason",
 )
 
 
@@ -109,7 +111,14 @@ def _id(number: int | None) -> str | None:
 
 def _group(r: dict[str, Any]) -> tuple[Any, ...]:
     return (
-        _id(r["id"]), _id(r["number"]), r["state"], r["reason"], r["dataset"], r["n_samples"], r["n_open"],
-        r["n_unscored"], r["n_failed"], r["n_tokens"], r["staleness"], r["reward_mean"], r["reward_std"],
-        when(r["created_at"]),
+        _id(r["number"]), r["state"], f"{r['n_samples'] - r['n_open']}/{r['n_samples']}", r["n_unscored"] or None,
+        r["n_failed"] or None, r["n_tokens"], r["staleness"], _reward(r), when(r["created_at"]), r["dataset"],
+        r["reason"],
     )  # fmt: skip
+
+
+def _reward(r: dict[str, Any]) -> str | None:
+    """The mean, and how far apart the samples are."""
+    if r["reward_mean"] is None:
+        return None
+    return f"{shown(r['reward_mean'])} ± {shown(r['reward_std'])}" if r["reward_std"] is not None else r["reward_mean"]

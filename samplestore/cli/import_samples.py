@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from samplestore.cli.add_prompts import parse_settings
-from samplestore.cli.common import AsJson, Db, database
+from samplestore.cli.common import AsJson, Db, MadeRun, database, existing_url
 from samplestore.cli.output import emit_json, say
 from samplestore.cli.progress import bar
+from samplestore.words import amount
 
 
 def import_samples(
@@ -22,7 +23,7 @@ def import_samples(
             "by content.",
         ),
     ],
-    run: Annotated[str, typer.Option("--run", help="The run; created if it is not there.")],
+    run: MadeRun,
     db: Db = None,
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", metavar="FOLDER", help="For prompts that have no prompt_ids.")
@@ -59,6 +60,8 @@ def import_samples(
         if not file.exists() and "{rollout_id}" not in file.name:
             raise PromptFileError(str(file), "no such file")
     settings = parse_settings(set_ or [])
+    if _is_new(db):  # what is refused makes no database
+        _look_through(files, tokenizer, dataset)
     added = existing = 0
     with samplestore.open(database(db)) as store:
         found = store.run(run, **settings)
@@ -67,6 +70,27 @@ def import_samples(
                 done = found.import_samples(file, tokenizer=tokenizer, dataset=dataset, progress=progress)
             added, existing = added + done.added, existing + done.existing
             if not as_json:
-                say(f"{file}: {done.added:,} groups added, {done.existing:,} already there (run {run})")
+                say(f"{file}: {amount(done.added, 'group')} added, {done.existing:,} already there (run {run})")
     if as_json:
         emit_json({"run": run, "added": added, "existing": existing})
+
+
+def _is_new(db: str | None) -> bool:
+    from samplestore.errors import DatabaseMissing
+
+    try:
+        existing_url(db)
+    except DatabaseMissing:
+        return True
+    return False
+
+
+def _look_through(files: list[Path], tokenizer: str | None, dataset: str | None) -> None:
+    """Raises what an import of these files would refuse them with."""
+    from samplestore.portable import imports
+    from samplestore.tokenizers import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer) if tokenizer is not None else None
+    for file in files:
+        with imports.rereadable(file) as source:
+            imports.look_through(imports.checked(source.groups(loaded, dataset), source.name))

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from samplestore.cli.common import AsJson, Db, existing_url, opened
+from samplestore.cli.common import AsJson, Db, RunName, RunPlace, existing, existing_url, one_name, opened
 from samplestore.cli.output import emit_json, say
 from samplestore.cli.progress import bar
+from samplestore.words import amount
 
 
 def merge(
@@ -44,8 +45,8 @@ def merge(
             told += [{"source": url, **one.as_json()} for one in done]
             for one in done if not as_json else ():
                 say(
-                    f"{url}: run {one.run}: {one.groups:,} groups merged, {one.existing:,} already there; "
-                    f"{one.in_flight:,} samples in flight and {one.released:,} leased batches given back"
+                    f"{url}: run {one.run}: {amount(one.groups, 'group')} merged, {one.existing:,} already there; "
+                    f"{amount(one.in_flight, 'sample')} in flight and {amount(one.released, 'leased batch')} given back"
                 )
         drop_unfinished(store)
         shown = store.database.shown_url
@@ -54,29 +55,33 @@ def merge(
 
 
 def fork(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run to branch off.", show_default=False)],
     at_step: Annotated[
         int,
         typer.Option("--at-step", metavar="N", min=-1, help="The step of its checkpoint; -1 is before the first."),
     ],
     as_: Annotated[str, typer.Option("--as", metavar="NAME", help="The new run's name.")],
+    place: RunPlace = None,
     db: Db = None,
+    run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fork a run: a new run in the same database that stands where RUN's checkpoint of step N stood.
+    """Fork a run: a new run in the same database that stands where the run's checkpoint of step N stood.
 
     As after a rewind to N: groups that the checkpoint has not seen are there to be trained on or to be finished, the
-    prompts and their order go on, and the restored weights are the current version. RUN is not changed, and may be at
-    work meanwhile. After a kill the same command goes on where it was, or begins anew if RUN went on since then.
+    prompts and their order go on, and the restored weights are the current version. The run is not changed, and may be
+    at work meanwhile. After a kill the same command goes on where it was, or begins anew if the run went on since.
     """
     from samplestore.copies.runs import fork as copy
 
-    with opened(db) as store, bar(f"fork {run}") as progress:
-        done = copy(store, run, at_step, as_, progress)
+    named = one_name(place, run, "fork")
+    with opened(db) as store:
+        source = existing(store, named).name
+        with bar(f"fork {source}") as progress:
+            done = copy(store, source, at_step, as_, progress)
     if as_json:
-        emit_json({"forked_run": run, "step": at_step, **done.as_json()})
+        emit_json({"forked_run": source, "step": at_step, **done.as_json()})
     else:
         say(
-            f"run {done.run}: {done.groups + done.existing:,} groups of {run}, as of step {at_step}; "
+            f"run {done.run}: {amount(done.groups + done.existing, 'group')} of {source}, as of step {at_step}; "
             f"current weights: version {done.version}"
         )

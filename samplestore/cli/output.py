@@ -171,6 +171,7 @@ def _rich_pairs(rows: list[tuple[str, str]]) -> None:
 
 
 FOLDED = 20  # characters: narrower columns, times among them, are never folded
+WORD = 48  # nor are words, the names of metrics and URLs among them, where there is room for it
 
 
 def _rich(columns: Sequence[str], cells: list[list[str]], right: list[bool], title: str | None) -> None:
@@ -193,6 +194,10 @@ def _rich(columns: Sequence[str], cells: list[list[str]], right: list[bool], tit
     if needs(FOLDED) > console.width:
         _paragraphs(console, columns, cells, shown)
         return
+    words = [max((len(word) for row in cells for word in row[i].split()), default=0) for i in range(len(columns))]
+    floors = [max(min(widths[i], FOLDED), min(words[i], WORD)) for i in range(len(columns))]
+    if sum(floors[i] for i in shown) + GAP * (len(shown) - 1) > console.width:
+        floors = [min(width, FOLDED) for width in widths]
     drawn = Table(
         box=SIMPLE_HEAD,
         title=None if title is None else Text(title),
@@ -201,8 +206,10 @@ def _rich(columns: Sequence[str], cells: list[list[str]], right: list[bool], tit
         show_edge=False,
     )
     for i in shown:
-        floor = min(widths[i], FOLDED)
-        drawn.add_column(Text(columns[i]), justify="right" if right[i] else "left", overflow="fold", min_width=floor)
+        how: Any = "right" if right[i] else "left"
+        # What need not be folded says so: rich makes all others narrower first, and min_width comes after that.
+        whole = widths[i] <= floors[i]
+        drawn.add_column(Text(columns[i]), justify=how, overflow="fold", min_width=floors[i], no_wrap=whole)
     for row in cells:
         drawn.add_row(*(Text(row[i]) for i in shown))  # Text, not str: a model's "[red]" is no markup
     console.print(drawn)

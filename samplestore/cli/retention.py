@@ -12,6 +12,7 @@ import typer
 from samplestore.cli import exits
 from samplestore.cli.common import AsJson, Db, TheRun, chosen_run, database, opened
 from samplestore.cli.output import emit_json, say
+from samplestore.words import amount, which
 
 if TYPE_CHECKING:
     from samplestore.retention import Pruned
@@ -67,22 +68,30 @@ def prune(
     if as_json:
         emit_json({"run": name, **done.as_json(), "after": after})
     else:
-        _told(done, name, url, after, sqlite)
+        _told(done, name, url, after, sqlite, keep_steps)
 
 
-def _told(done: Pruned, name: str, url: str, after: int, sqlite: bool) -> None:
+def _told(done: Pruned, name: str, url: str, after: int, sqlite: bool, keep: int | None) -> None:
     what = "it is gone" if done.retention_step is None else f"steps up to {done.retention_step} are pruned"
     say(
-        f"run {name}: {what}; {done.groups:,} groups, {done.segments:,} segments, {done.freed_bytes:,} bytes of tokens "
-        f"removed in {done.slices:,} transactions (slowest {1000 * done.slowest_s:.0f} ms)"
+        f"run {name}: {what}; {amount(done.groups, 'group')}, {amount(done.segments, 'segment')}, "
+        f"{amount(done.freed_bytes, 'byte')} of tokens removed in {amount(done.slices, 'transaction')} "
+        f"(slowest {1000 * done.slowest_s:.0f} ms)"
     )
     if done.files:
-        say(f"{done.files:,} array files removed; their bytes are among those")
+        say(f"{amount(done.files, 'array file')} removed; {which(done.files, 'its', 'their')} bytes are among those")
     given = done.before - after
-    say(f"{url}: {done.before:,} bytes before, {after:,} now; {max(0, given):,} bytes given back to the disk")
+    say(
+        f"{url}: {amount(done.before, 'byte')} before, {after:,} now; {amount(max(0, given), 'byte')} given back to "
+        "the disk"
+    )
     if given < done.freed_bytes:
         why = "the file was made without that" if sqlite else "PostgreSQL keeps the gaps"
-        say(f"the rest is used again by what comes ({why}); to give it back too: samplestore prune … --full")
+        again = f"samplestore prune --run {quote(name)} --keep-steps {keep} --full"
+        say(
+            (f"the rest is used again by what comes ({why})")
+            + ("" if keep is None else f"; to give it back too: {again}")
+        )
 
 
 def backup(
@@ -95,7 +104,7 @@ def backup(
 
     SQLite databases become a SQLite file, PostgreSQL's one of pg_dump.
     """
-    from samplestore.backup import backup as copy
+    from samplestore.backups.backup import backup as copy
 
     with opened(db) as store:
         url = store.database.shown_url
@@ -103,9 +112,9 @@ def backup(
     if as_json:
         emit_json({"database": url, **done.as_json()})
     else:
-        say(f"{done.target}: {done.size:,} bytes, schema revision {done.revision}, of {url}")
+        say(f"{done.target}: {amount(done.size, 'byte')}, schema revision {done.revision}, of {url}")
         if done.arrays:
-            say(f"{done.target}.arrays: {done.arrays:,} array files; keep the folder beside the file")
+            say(f"{done.target}.arrays: {amount(done.arrays, 'array file')}; keep the folder beside the file")
 
 
 def restore(
@@ -120,7 +129,7 @@ def restore(
 
     An older schema is migrated. Who was at work when the backup was taken is declared dead, and its samples are free.
     """
-    from samplestore.backup import restore as rebuild
+    from samplestore.backups.backup import restore as rebuild
     from samplestore.engine import Database
 
     found = Database(database(db), reconnect_s=0.0)
@@ -132,7 +141,8 @@ def restore(
         emit_json(done.as_json())
     else:
         say(
-            f"{done.database}: {len(done.runs):,} runs of {backup} (schema revision {done.revision}), all checked. "
+            f"{done.database}: {amount(len(done.runs), 'run')} of {backup} (schema revision {done.revision}), all "
+            "checked. "
             "Discard checkpoints that are newer than its last committed step"
         )
 

@@ -12,7 +12,8 @@ import typer
 from samplestore.cli import exits, tokens
 from samplestore.cli.common import AsJson, Db, RunName, existing, opened
 from samplestore.cli.output import emit_json, note, pairs, say, table, when
-from samplestore.states import SegmentKind
+from samplestore.states import GroupState, SegmentKind
+from samplestore.words import amount
 
 if TYPE_CHECKING:
     from samplestore.queries.determinism import Determinism
@@ -38,7 +39,7 @@ def find_sample(store: Store, named: str, run: str | None) -> dict[str, Any]:
     match = _NAMED.fullmatch(named)
     if match is None:
         raise exits.CommandError(
-            f"{named!r} names no sample: use its id, GROUP/INDEX, or RUN_UUID/GROUP/INDEX. "
+            f"{named!r} names no sample: use GROUP/INDEX, RUN_UUID/GROUP/INDEX, or its id. "
             "See: samplestore show --help",
             exits.USAGE,
         )
@@ -60,7 +61,7 @@ def show(
     sample: Annotated[
         str,
         typer.Argument(
-            metavar="SAMPLE", help="Its id, GROUP/INDEX, or RUN_UUID/GROUP/INDEX/INCARNATION (last part optional)."
+            metavar="SAMPLE", help="GROUP/INDEX, RUN_UUID/GROUP/INDEX/INCARNATION (last part optional), or its id."
         ),
     ],
     db: Db = None,
@@ -180,30 +181,38 @@ def _print(
     done: list[dict[str, Any]],
 ) -> None:  # fmt: skip
     s, g = found.sample, found.group
-    shares = "a prompt of its own" if s["parent_upto"] is None else f"its first {s['parent_upto']:,} response tokens"
+    upto = s["parent_upto"]
+    shares = "with a prompt of its own" if upto is None else f"with its first {amount(upto, 'response token')}"
     owner = f", held by worker {s['owner']} since {when(s['claimed_at'])}" if s["owner"] is not None else ""
     lives = "" if found.incarnation == s["incarnation"] else f" (a former life; the present one is {s['incarnation']})"
     reason = f": {g['reason']}" if g["reason"] else ""
+    at_lease = " (at the lease)" if g["state"] in (GroupState.LEASED, GroupState.CONSUMED) else ""
     pairs(
         [
-            ("sample", f"{place['id']}, index {place['index']} of group number {g['number']} (id {place['group_id']})"),
+            ("sample", f"{g['number']}/{place['index']} (id {place['id']})"),
             ("portable id", _portable(place, found)),
             ("run", place["run"]),
             ("incarnation", f"{found.incarnation}{lives}"),
             ("status", f"{s['status']}{f' ({reason_})' if (reason_ := s['finish_reason']) else ''}{owner}"),
-            ("group", f"{g['state']}{reason}, {g['n_samples']} samples, epoch {g['epoch']}"),
-            *([("forked", f"from sample {s['parent_id']}, with {shares}")] if s["parent_id"] is not None else []),
-            ("prompt", f"{found.n_prompt:,} tokens, dataset {s['dataset']}"),
+            ("group", f"{g['number']}, {g['state']}{reason}, {amount(g['n_samples'], 'sample')}, epoch {g['epoch']}"),
+            *(
+                [("forked", (f"from the sample with id {s['parent_id']}, {shares}"))]
+                if s["parent_id"] is not None
+                else []
+            ),
+            ("prompt", f"{amount(found.n_prompt, 'token')}, dataset {s['dataset']}"),
             (
                 "response",
-                f"{found.n_response:,} tokens, {s['n_loss_tokens']:,} of them trained, {s['n_segments']:,} segments",
+                f"{amount(found.n_response, 'token')}, {s['n_loss_tokens']:,} of them trained, "
+                f"{amount(s['n_segments'], 'segment')}",
             ),
             ("versions", _versions(s["version_min"], s["version_max"])),
-            ("staleness", "unknown" if s["staleness"] is None else str(s["staleness"])),
+            ("staleness", f"{'unknown' if s['staleness'] is None else s['staleness']}{at_lease}"),
             ("reward", s["reward"]),
             (
                 "stopped",
-                f"{s['n_aborts']} times, resumed {s['n_resumes']}, failed {s['failures']}; attempt {s['attempt']}",
+                f"{amount(s['n_aborts'], 'time')}, resumed {s['n_resumes']}, failed {s['failures']}; "
+                f"attempt {s['attempt']}",
             ),
             ("same again", "yes: seeded or greedy" if again.holds else f"no: {'; '.join(again.reasons)}"),
             ("created", when(s["created_at"])),

@@ -7,14 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from samplestore.cli.common import AsJson, Db, opened_run
+from samplestore.cli.common import AsJson, Db, RunName, RunPlace, one_name, opened_run
 from samplestore.cli.output import emit_json, pairs, say, table
+from samplestore.words import amount, which
 
 MOST_STEPS = 40  # rows of the table; --json has all of them
 
 
 def simulate(
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="The run.", show_default="the newest")] = None,
+    place: RunPlace = None,
+    db: Db = None,
+    run: RunName = None,
     max_staleness: Annotated[int, typer.Option(min=0, help="The window: versions that a group may lie behind.")] = 1,
     staleness_mode: Annotated[
         str | None, typer.Option(help="oldest | newest | mean.", show_default="as the run counts")
@@ -22,7 +25,6 @@ def simulate(
     stale: Annotated[
         str | None, typer.Option(help="expire | regenerate | skip | mask: what to say of it.", show_default="the run's")
     ] = None,
-    db: Db = None,
     as_json: AsJson = False,
 ) -> None:
     """What would this staleness window have dropped, or masked, of what was trained on? Reads only.
@@ -30,7 +32,7 @@ def simulate(
     Everything is measured as it was when its batch was leased. Generation itself would have gone another way under
     another window, and what the run's own window has closed was never delivered: a wider one can't bring it back here.
     """
-    with opened_run(db, run) as found:
+    with opened_run(db, one_name(place, run, "simulate")) as found:
         told = found.simulate(max_staleness, staleness_mode=staleness_mode, stale=stale)
         name = found.name
     if as_json:
@@ -45,8 +47,9 @@ def simulate(
 def _print(name: str, told: dict[str, Any]) -> None:
     total, window, masks = told["total"], told["max_staleness"], told["stale"] == "mask"
     say(
-        f"run {name}: {total['steps']:,} steps, {total['groups']:,} groups, {total['tokens']:,} trained tokens, held "
-        f"against max_staleness={window} (staleness: {told['staleness_mode']}; the run had "
+        f"run {name}: {amount(total['steps'], 'step')}, {amount(total['groups'], 'group')}, "
+        f"{amount(total['tokens'], 'trained token')}, held against max_staleness={window} (staleness: "
+        f"{told['staleness_mode']}; the run had "
         f"{told['recorded']['max_staleness']})"
     )
     say()
@@ -60,14 +63,15 @@ def _print(name: str, told: dict[str, Any]) -> None:
             ],
         )
         if len(shown) > MOST_STEPS:
-            say(f"... and {len(shown) - MOST_STEPS:,} steps before; all of them with --json")
+            n = len(shown) - MOST_STEPS
+            say(f"... and {amount(n, 'step')} before {which(n, 'it', 'them')}; all of them with: --json")
         say()
     did = {"expire": "dropped", "regenerate": "generated again", "skip": "left waiting"}.get(told["stale"])
     beyond = (
         f"{_of(total['groups_beyond'], total['groups'])} of the groups, {_of(total['tokens_beyond'], total['tokens'])} "
         "of the tokens"
     )
-    whole = f"{total['groups_all_masked']:,} groups with none left"
+    whole = f"{amount(total['groups_all_masked'], 'group')} with none left"
     masked = f"{_of(total['tokens_masked'], total['tokens'])} of the tokens; {whole}"
     pairs(
         [
@@ -75,7 +79,7 @@ def _print(name: str, told: dict[str, Any]) -> None:
             ("would be masked" if masks else f"would be {did}", masked if masks else beyond),
             (f"with stale={'expire' if masks else 'mask'}", f"dropped {beyond}" if masks else f"masked {masked}"),
             ("steps with groups beyond", f"{total['steps_short']:,} of {total['steps']:,}"),
-            ("closed by the run's own window", f"{told['closed_by_the_run']:,} groups, not simulated"),
+            ("closed by the run's own window", f"{amount(told['closed_by_the_run'], 'group')}, not simulated"),
         ]
     )
 

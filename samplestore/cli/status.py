@@ -12,6 +12,7 @@ import typer
 from samplestore.cli.common import AsJson, Db, RunName, existing, opened, opened_run
 from samplestore.cli.output import counts, duration, emit_json, fancy, framed, pairs, say, table, when
 from samplestore.states import StalenessMode, StalePolicy
+from samplestore.words import amount, which
 
 if TYPE_CHECKING:
     from samplestore.run import Run
@@ -81,7 +82,8 @@ def _print(told: dict[str, Any]) -> None:
     batches = counts(told["batches"])
     if last is not None:
         batches += (
-            f"; last: step {last['step']} {last['state']}, {last['n_groups']} groups, {last['n_tokens']:,} tokens"
+            f"; last: step {last['step']} {last['state']}, "
+            f"{amount(last['n_groups'], 'group')}, {amount(last['n_tokens'], 'token')}"
         )
     samples = counts(told["samples"])
     pairs(
@@ -122,7 +124,7 @@ def _failures(told: dict[str, Any]) -> str:
 
 
 def _arrays(sizes: list[dict[str, Any]]) -> str:
-    return "; ".join(f"{a['name']} {a['arrays']:,} with {a['bytes']:,} bytes" for a in sizes)
+    return "; ".join(f"{a['name']} {a['arrays']:,} with {amount(a['bytes'], 'byte')}" for a in sizes)
 
 
 def _parts(told: dict[str, Any]) -> None:
@@ -163,8 +165,8 @@ def _datasets(listed: list[dict[str, Any]]) -> list[tuple[str, str]]:
     if len(listed) < 2:
         return []
     said = [
-        f"{d['name']}: {d['prompts']:,} prompts "
-        + ("to evaluate on" if d["purpose"] == "eval" else f"({d['served']:,} groups served)")
+        f"{d['name']}: {amount(d['prompts'], 'prompt')} "
+        + ("to evaluate on" if d["purpose"] == "eval" else f"({amount(d['served'], 'group')} served)")
         for d in listed
     ]
     return [("data sets", "; ".join(said))]
@@ -196,7 +198,8 @@ def _staleness(histogram: dict[str, int]) -> str:
 
 def _why(told: dict[str, Any]) -> str:
     reasons = "; ".join(reason["text"] for reason in told["reasons"])
-    ready = f"{told['ready_in_window']} of {told['needed']} groups are ready"
+    n = told["ready_in_window"]
+    ready = f"{n:,} of {amount(told['needed'], 'group')} {which(n, 'is', 'are')} ready"
     return f"{ready}: {reasons}" if reasons else f"{ready}"
 
 
@@ -227,7 +230,7 @@ def why(
         if as_json:
             emit_json({"run": found.name, **told.as_json()})
             return
-        say(f"{told.ready_in_window} of {told.needed} groups are ready inside the window")
+        say(f"{told.ready_in_window:,} of {amount(told.needed, 'group')} {told.are} ready inside the window")
         for _, text in told.reasons:
             say(f"- {text}")
 
@@ -242,11 +245,11 @@ def runs(db: Db = None, as_json: AsJson = False) -> None:
         emit_json({"runs": found})
         return
     table(
-        ("run", "state", "prompts", "groups", "version", "timeline", "epoch", "live workers", "created", "uuid"),
+        ("run", "state", "prompts", "groups", "version", "timeline", "epoch", "live workers", "created"),
         [
             (
                 r["name"], r["state"], r["prompts"], r["groups"], r["current_version"], r["timeline"], r["epoch"],
-                r["live_workers"], when(r["created_at"]), r["uuid"],
+                r["live_workers"], when(r["created_at"]),
             )
             for r in found
         ],

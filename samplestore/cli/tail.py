@@ -39,13 +39,11 @@ def tail(
 
     with opened_run(db, run) as found:
         follower = Follower(found.database, found.id, kind or ())
-        for event in follower.newest(lines):
-            _tell(found, event, as_json)
+        _tell(found, follower.newest(lines), as_json)
         while follow:
             sys.stdout.flush()
             time.sleep(interval)
-            for event in _more(follower):
-                _tell(found, event, as_json)
+            _tell(found, _more(follower), as_json)
 
 
 def _more(follower: Follower) -> list[dict[str, Any]]:
@@ -65,13 +63,28 @@ def _more(follower: Follower) -> list[dict[str, Any]]:
             return found
 
 
-def _tell(run: Run, event: dict[str, Any], as_json: bool) -> None:
+def _tell(run: Run, events: list[dict[str, Any]], as_json: bool) -> None:
+    """One line for each. Groups and samples are named as everywhere: by number, and GROUP/INDEX."""
+    from samplestore.queries.inspect import groups_by_id, samples_by_id
+
+    def ids(name: str) -> list[int]:
+        return sorted({event[name] for event in events if event[name] is not None})
+
+    groups = {row["id"]: row["number"] for row in groups_by_id(run.database, ids("group_id"))}
+    samples = {row["id"]: row for row in samples_by_id(run.database, ids("sample_id"))}
+    for event in events:
+        of = samples.get(event["sample_id"])
+        number = groups.get(event["group_id"], of and of["number"])
+        _line(run, {**event, "group": number, "sample": of and f"{of['number']}/{of['index']}"}, as_json)
+
+
+def _line(run: Run, event: dict[str, Any], as_json: bool) -> None:
     if as_json:
         emit_json({"run": run.name, **event, "at": when(event["at"]), "at_s": event["at"]})
         return
-    names = ("worker_id", "group_id", "sample_id", "step", "version", "tokens")
-    told = [f"{name.removesuffix('_id')} {event[name]}" for name in names if event[name] is not None]
+    place = "group" if event["sample"] is None else "sample"
+    names = {"worker_id": "worker", place: place, "step": "step", "version": "version", "tokens": "tokens"}
+    told = [f"{shown} {event[name]}" for name, shown in names.items() if event[name] is not None]
     details = {k: v for k, v in (event["details"] or {}).items() if k != "call" and v is not None}
-    more = f"  {json.dumps(details, default=str)}" if details else ""
-    reason = f"  {event['reason']}" if event["reason"] else ""
-    say(f"{when(event['at'])}  {event['kind']:<16}  {', '.join(told)}{reason}{more}".rstrip())
+    parts = [", ".join(told), event["reason"], json.dumps(details, default=str) if details else None]
+    say("  ".join([when(event["at"]), f"{event['kind']:<16}", *filter(None, parts)]).rstrip())

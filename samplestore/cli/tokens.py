@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from samplestore.cli.output import fancy, note, printable
 from samplestore.errors import MissingExtra
 from samplestore.states import SegmentKind
+from samplestore.words import amount
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -128,7 +129,7 @@ def _legend(listed: Sequence[Stretch]) -> Text:
     legend = Text("legend: ")
     for (label, style), n in tokens.items():
         legend.append(f" {printable(label)} ", style=f"reverse {style}".strip())
-        legend.append(f" {n:,} tokens   ")
+        legend.append(f" {amount(n, 'token')}   ")
     return legend
 
 

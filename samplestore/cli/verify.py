@@ -11,6 +11,7 @@ import typer
 from samplestore.cli import exits
 from samplestore.cli.common import AsJson, Db, RunName, opened_run
 from samplestore.cli.output import counts, emit_json, note, pairs, say, table
+from samplestore.words import amount
 
 
 def check(db: Db = None, run: RunName = None, as_json: AsJson = False) -> None:
@@ -23,12 +24,12 @@ def check(db: Db = None, run: RunName = None, as_json: AsJson = False) -> None:
     elif not findings:
         say(f"ok: run {name} keeps every promise that a query can verify")
     for finding in [] if as_json else findings:
-        say(f"{finding.code}: {finding.message} ({finding.count:,} rows)")
+        say(f"{finding.code}: {finding.message} ({amount(finding.count, 'row')})")
         for example in finding.examples:
             say(f"    {json.dumps(example, default=str)}")
     if findings:
         note(
-            f"error: {len(findings)} checks of run {name} failed. "
+            f"error: {amount(len(findings), 'check')} of run {name} failed. "
             f"Look at the tokens with: samplestore ledger --run {quote(name)}"
         )
         raise typer.Exit(exits.CHECK)
@@ -67,12 +68,12 @@ def _print(told: dict[str, Any]) -> None:
     pairs(
         [
             *([("dropped", counts(told["dropped_by_reason"]))] if told["dropped_by_reason"] else []),
-            ("resumes", f"{told['resumes']:,}, which kept {told['kept_by_resuming']:,} tokens"),
+            ("resumes", f"{told['resumes']:,}, which kept {amount(told['kept_by_resuming'], 'token')}"),
             ("requests", f"{requests['finished']:,} finished: {said} ({counts(lost)})"),
             ("engines", _engines(told["engines"])),
-            ("prompts", f"{requests['prompt_tokens']:,} tokens, {requests['cached_tokens']:,} of them cached"),
+            ("prompts", f"{amount(requests['prompt_tokens'], 'token')}, {requests['cached_tokens']:,} of them cached"),
             *(
-                [("unknown", f"{n:,} requests of workers that died")]
+                [("unknown", f"{amount(n, 'request')} of workers that died")]
                 if (n := requests["worker_died_before_it_knew"])
                 else []
             ),

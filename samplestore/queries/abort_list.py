@@ -3,6 +3,7 @@ were hit last, and how many of them went on."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import sqlalchemy as sa
@@ -14,7 +15,7 @@ from samplestore.queries.aborts import KINDS
 
 event, sample, group, worker = (t.__table__ for t in (Event, Sample, SampleGroup, Worker))
 
-BARS = 48  # of a chart
+BARS = 48  # of a chart, and one that is not full yet
 MAX_REASONS = 6  # kinds and reasons that a chart tells apart; the rest is one
 MAX_MARKS = 200  # weight updates drawn
 MAX_ROWS = 200
@@ -23,12 +24,15 @@ OTHER = "other"
 
 def over_time(database: Database, run_id: int, since_s: float) -> dict[str, Any]:
     """{"since", "until", "width_s", "bars": [{"at", "why", "times"}], "publishes": [{"at", "version", "step"}],
-    "publishes_cut": bool}: what happened in the last since_s seconds in BARS equal parts, `at` the beginning of each.
+    "publishes_cut": bool}: what happened in the last since_s seconds in equal parts, a BARS-th of that time each, `at`
+    the beginning of each. `since` is a whole number of parts after the epoch, up to one part earlier than asked for:
+    else an event would move from part to part while the clock goes on.
     The MAX_REASONS most frequent reasons are told apart; a failure's message is not one of them."""
     with database.reading() as c:
         now = float(c.execute(sa.select(db_now())).scalar_one())
-        since, width = now - since_s, since_s / BARS
-        happened = (event.c.run_id == run_id) & event.c.kind.in_(KINDS) & (event.c.at > since) & (event.c.at <= now)
+        width = since_s / BARS
+        since = math.floor((now - since_s) / width) * width
+        happened = (event.c.run_id == run_id) & event.c.kind.in_(KINDS) & (event.c.at >= since) & (event.c.at <= now)
         why = sa.case(
             (event.c.kind == "fail", "fail"),
             else_=event.c.kind + sa.literal(": ") + sa.func.substr(sa.func.coalesce(event.c.reason, ""), 1, 80),
@@ -42,7 +46,7 @@ def over_time(database: Database, run_id: int, since_s: float) -> dict[str, Any]
         ).fetchall()
         marks = c.execute(
             sa.select(event.c.at, event.c.version, event.c.step)
-            .where(event.c.run_id == run_id, event.c.kind == "publish", event.c.at > since)
+            .where(event.c.run_id == run_id, event.c.kind == "publish", event.c.at >= since)
             .order_by(event.c.at.desc())
             .limit(MAX_MARKS + 1)
         ).fetchall()
@@ -52,7 +56,7 @@ def over_time(database: Database, run_id: int, since_s: float) -> dict[str, Any]
     told = sorted(totals, key=lambda w: (-totals[w], w))[:MAX_REASONS]
     bars: dict[tuple[int, str], int] = {}
     for r in rows:
-        key = (min(BARS - 1, int(r.part)), r.why if r.why in told else OTHER)
+        key = (min(BARS, int(r.part)), r.why if r.why in told else OTHER)
         bars[key] = bars.get(key, 0) + int(r.times)
     return {
         "since": since,

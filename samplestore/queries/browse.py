@@ -25,7 +25,8 @@ def groups(
 ) -> list[dict[str, Any]]:
     """Groups of a run by falling number, from `below` (exclusive) on; `state` leaves out all others.
 
-    staleness is that of now, None where it is not known or the group is not finished.
+    staleness is that of now, of what a trainer holds or has consumed that at the lease; None where it is not known or
+    the group is not finished.
     Raises InvalidSetting for a state that does not exist.
     """
     if state is not None and state not in list(GroupState):
@@ -34,7 +35,7 @@ def groups(
         sa.select(
             group.c.number, group.c.state, group.c.reason, group.c.epoch, group.c.n_samples, group.c.n_open,
             group.c.n_unscored, group.c.n_failed, group.c.n_tokens, group.c.oldest_version,
-            staleness.group_lag(run_id).label("staleness"), group.c.reward_mean,
+            staleness.shown_lag(run_id).label("staleness"), group.c.reward_mean,
             group.c.reward_std, group.c.created_at,
         )
         .where(group.c.run_id == run_id)

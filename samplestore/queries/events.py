@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -24,6 +24,12 @@ _COLUMNS = (
     event.c.id, event.c.at, event.c.kind, sa.func.substr(event.c.reason, 1, TEXT).label("reason"), event.c.worker_id,
     event.c.group_id, event.c.sample_id, event.c.step, event.c.version, event.c.tokens, event.c.details,
 )  # fmt: skip
+_first = (
+    sa.select(sa.func.min(event.c.kind).label("kind")).where(event.c.run_id == sa.bindparam("run")).cte(recursive=True)
+)
+_next = sa.select(sa.func.min(event.c.kind)).where(event.c.run_id == sa.bindparam("run"), event.c.kind > _first.c.kind)
+_each = _first.union_all(sa.select(_next.correlate(_first).scalar_subquery()).where(_first.c.kind.is_not(None)))
+_KINDS = sa.select(_each.c.kind).where(_each.c.kind.is_not(None))  # those that a run has, each found by an index
 
 
 class Follower:
@@ -31,9 +37,10 @@ class Follower:
 
     def __init__(self, database: Database, run_id: int, kinds: Collection[str] = ()) -> None:
         self.database = database
+        self._run_id, self._kinds = run_id, sorted(kinds)
         self._mine = event.c.run_id == run_id
         if kinds:
-            self._mine &= event.c.kind.in_(sorted(kinds))
+            self._mine &= event.c.kind.in_(self._kinds)
         self._late_s = 0.0 if database.is_sqlite else LATE_S
         self._low = 0  # everything up to here was seen
         self._seen: set[int] = set()  # above it
@@ -41,26 +48,37 @@ class Follower:
 
     def newest(self, limit: int) -> list[dict[str, Any]]:
         """The newest `limit` events, oldest first; `more` goes on after them."""
-        query = sa.select(*_COLUMNS).where(self._mine).order_by(event.c.id.desc()).limit(min(limit, MAX_ROWS))
-        rows, top, now = self._read(query)
+        size = min(limit, MAX_ROWS)
+        rows, top, now = self._read(lambda c: self._newest(c, size))
         self._low = rows[-1]["id"] - 1 if rows else top
         return self._fresh(rows[::-1], top, now)
+
+    def _newest(self, c: sa.Connection, size: int) -> sa.Select[Any]:
+        """Kind by kind, of which an index has the newest: the run may have been silent while others had millions."""
+
+        def of_kind(kind: str) -> sa.Select[Any]:
+            query = sa.select(event.c.id).where(event.c.run_id == self._run_id, event.c.kind == kind)
+            inner = query.order_by(event.c.at.desc(), event.c.id.desc()).limit(size).subquery()
+            return sa.select(inner.c.id)
+
+        kinds = self._kinds or c.execute(_KINDS, {"run": self._run_id}).scalars().all()
+        chosen = sa.union_all(*map(of_kind, kinds)) if kinds else sa.select(event.c.id).where(sa.false())
+        return sa.select(*_COLUMNS).where(event.c.id.in_(chosen)).order_by(event.c.id.desc()).limit(size)
 
     def more(self) -> list[dict[str, Any]]:
         """What has come since, oldest first, MAX_ROWS at most."""
         most = MAX_ROWS + len(self._seen)
-        rows, top, now = self._read(
-            sa.select(*_COLUMNS).where(self._mine, event.c.id > self._low).order_by(event.c.id).limit(most)
-        )
+        query = sa.select(*_COLUMNS).where(self._mine, event.c.id > self._low).order_by(event.c.id).limit(most)
+        rows, top, now = self._read(lambda _: query)
         return self._fresh(rows, rows[-1]["id"] if len(rows) == most else top, now)
 
-    def _read(self, query: sa.Select[Any]) -> tuple[list[dict[str, Any]], int, float]:
+    def _read(self, query: Callable[[sa.Connection], sa.Select[Any]]) -> tuple[list[dict[str, Any]], int, float]:
         """(rows, the highest id of all events, the time), in one snapshot."""
 
         def all_of(connection: sa.Connection) -> tuple[Sequence[Any], int, float]:
             top = connection.execute(sa.select(sa.func.max(event.c.id))).scalar()
             now = connection.execute(sa.select(db_now())).scalar_one()
-            return connection.execute(query).all(), int(top or 0), float(now)
+            return connection.execute(query(connection)).all(), int(top or 0), float(now)
 
         rows, top, now = self.database.read(all_of)
         return [dict(row._mapping) for row in rows], top, now

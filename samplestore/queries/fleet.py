@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from samplestore.clock import db_now
 from samplestore.engine import Database
 from samplestore.models import EngineRow, Run, Sample, Stage, Worker
-from samplestore.states import WorkerState
+from samplestore.states import COPIED_WORKER, WorkerState
 
 run, worker, engine, sample, stage = (t.__table__ for t in (Run, Worker, EngineRow, Sample, Stage))
 
@@ -17,6 +17,7 @@ MAX_LIVE = 1000
 MAX_ENDED = 200
 MAX_ENGINES = 1000
 TEXT = 400
+OWN = worker.c.info[COPIED_WORKER].as_boolean().is_(None)  # of a copied run: not those of its original
 LIVE = worker.c.state == sa.literal_column(repr(WorkerState.LIVE.value))  # written out: a partial index has them
 
 
@@ -40,7 +41,7 @@ def workers(database: Database, run_id: int, *, ended_below: int | None = None, 
             .order_by(worker.c.id)
             .limit(MAX_LIVE)
         ).fetchall()
-        query = sa.select(*columns).where(worker.c.run_id == run_id, ~LIVE)
+        query = sa.select(*columns).where(worker.c.run_id == run_id, ~LIVE, OWN)
         if ended_below is not None:
             query = query.where(worker.c.id < ended_below)
         gone = c.execute(query.order_by(worker.c.id.desc()).limit(max(1, min(ended, MAX_ENDED)))).fetchall()

@@ -33,7 +33,8 @@ class GroupFilter:
     """Conditions that all have to hold; what is None or empty asks nothing.
 
     states           group states
-    staleness_min, staleness_max   of now, counted as everywhere; a group whose staleness is unknown fits neither
+    staleness_min, staleness_max   as it is shown (statements.staleness.shown_lag): of now, and at the lease of what a
+                     trainer holds or has consumed; a group whose staleness is unknown fits neither
     reward_min, reward_max         of the mean reward
     zero_std         True: only groups whose rewards are all equal; False: only those whose rewards differ
     version          some sample of the group has tokens of this weight version
@@ -65,7 +66,7 @@ class GroupFilter:
 class GroupPage:
     """One page of groups.
 
-    rows      plain columns of each, `staleness` of now, `prompt_head`, `dataset`
+    rows      plain columns of each, `staleness` as it is filtered by, `prompt_head`, `dataset`
     after     what `after` of the next page has to be; None: this is the last one
     low, high the group numbers [low, high) that were looked through
     matching  how many of those fit; None where it was not counted: only the state was asked for
@@ -176,7 +177,7 @@ def _rows(run_id: int, where: GroupFilter) -> sa.Select[Any]:
     query = sa.select(
         group.c.id, group.c.number, group.c.state, group.c.reason, group.c.epoch, group.c.n_samples, group.c.n_open,
         group.c.n_unscored, group.c.n_failed, group.c.n_tokens, group.c.oldest_version,
-        staleness.group_lag(run_id).label("staleness"), group.c.reward_mean, group.c.reward_std, group.c.created_at,
+        staleness.shown_lag(run_id).label("staleness"), group.c.reward_mean, group.c.reward_std, group.c.created_at,
         prompt.c.dataset, sa.func.substr(text, 1, PROMPT_HEAD).label("prompt_head"),
     ).select_from(_WITH_PROMPT)  # fmt: skip
     rows: sa.Select[Any] = _fits(query, run_id, where)
@@ -187,7 +188,7 @@ def _fits(query: Any, run_id: int, w: GroupFilter) -> Any:
     query = query.where(group.c.run_id == run_id)
     if w.states:
         query = query.where(group.c.state.in_(w.states))
-    lag = staleness.group_lag(run_id)
+    lag = staleness.shown_lag(run_id)
     for low, column in ((w.staleness_min, lag), (w.reward_min, group.c.reward_mean), (w.since, group.c.created_at)):
         if low is not None:
             query = query.where(column >= low)
@@ -198,16 +199,20 @@ def _fits(query: Any, run_id: int, w: GroupFilter) -> Any:
         query = query.where(group.c.reward_std == 0 if w.zero_std else group.c.reward_std > 0)
     of_group = sample.c.group_id == group.c.id
     if w.version is not None:
-        query = query.where(
-            sa.exists().where(of_group, sample.c.version_min <= w.version, sample.c.version_max >= w.version)
-        )
+        query = query.where(_some(of_group, sample.c.version_min <= w.version, sample.c.version_max >= w.version))
     if w.worker is not None:
-        query = query.where(sa.exists().where(of_group, sample.c.finished_by == w.worker))
+        query = query.where(_some(of_group, sample.c.finished_by == w.worker))
     if w.dataset is not None:
         query = query.where(prompt.c.dataset == w.dataset)
     if w.text:
         query = query.where(_contains(w.text))
     return query
+
+
+def _some(*where: Any) -> sa.ColumnElement[bool]:
+    """Of each group in turn. PostgreSQL would turn an EXISTS around: it looked through all samples ever written, for
+    groups of which few lie in the stretch."""
+    return sa.select(sa.func.count()).select_from(sample).where(*where).scalar_subquery() > 0
 
 
 def _contains(text: str) -> sa.ColumnElement[bool]:

@@ -9,12 +9,12 @@ import sqlalchemy as sa
 
 from samplestore.clock import db_now
 from samplestore.engine import Database
-from samplestore.models import BatchGroup, BatchRow, PromptRow, Sample, SampleGroup, Stage
+from samplestore.models import BatchGroup, BatchRow, PromptRow, Run, Sample, SampleGroup, Stage
 from samplestore.queries import browse
 from samplestore.statements import staleness
 
-group, sample, prompt, stage, batch, batch_group = (
-    t.__table__ for t in (SampleGroup, Sample, PromptRow, Stage, BatchRow, BatchGroup)
+run, group, sample, prompt, stage, batch, batch_group = (
+    t.__table__ for t in (Run, SampleGroup, Sample, PromptRow, Stage, BatchRow, BatchGroup)
 )
 
 PROMPT_TEXT = 20_000  # characters of a prompt's JSON
@@ -24,15 +24,17 @@ MAX_STAGES, MAX_BATCHES = 500, 20
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """A group as it was in one snapshot. `group`: columns of its row, `staleness` of now, `dataset`, `label`, the
+    """A group as it was in one snapshot. `group`: columns of its row, `staleness` (of now; at the lease of what
+    a trainer holds or has consumed), `dataset`, `label`, the
     prompt (`prompt`, JSON as text, cut at PROMPT_TEXT). `stages` are those of the whole group; samples have their
-    own."""
+    own. `newest` is the highest number of a group of the run."""
 
     group: dict[str, Any]
     samples: list[dict[str, Any]]
     stages: list[dict[str, Any]]
     batches: list[dict[str, Any]]
     as_of: float
+    newest: int
 
 
 _STAGE = (
@@ -49,7 +51,7 @@ def read(database: Database, run_id: int, number: int) -> GroupView | None:
             sa.select(
                 *group.c, prompt.c.dataset, prompt.c.label, prompt.c.n_tokens.label("prompt_tokens"),
                 sa.func.substr(sa.cast(prompt.c.prompt, sa.Text), 1, PROMPT_TEXT).label("prompt"),
-                staleness.group_lag(run_id).label("staleness"),
+                staleness.shown_lag(run_id).label("staleness"),
             )
             .select_from(group.join(prompt, prompt.c.id == group.c.prompt_id))
             .where(group.c.run_id == run_id, group.c.number == number)
@@ -64,12 +66,14 @@ def read(database: Database, run_id: int, number: int) -> GroupView | None:
         ).fetchall()
         taken = batches_of(c, row.id)
         as_of = float(c.execute(sa.select(db_now())).scalar_one())
+        newest = int(c.execute(sa.select(run.c.n_groups).where(run.c.id == run_id)).scalar_one()) - 1
     return GroupView(
         dict(row._mapping),
         browse.samples(database, run_id, number),
         [dict(r._mapping) for r in of_group],
         taken,
         as_of,
+        newest,
     )
 
 

@@ -113,6 +113,16 @@ def groups_by_id(database: Database, ids: Sequence[int]) -> list[dict[str, Any]]
     )
 
 
+def groups_by_number(database: Database, run_id: int, numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """Groups of a run: id, number, state. Numbers that name nothing are missing from the answer."""
+    return _all(
+        database,
+        sa.select(group.c.id, group.c.number, group.c.state)
+        .where(group.c.run_id == run_id, group.c.number.in_(list(numbers)[:MAX_ROWS]))
+        .order_by(group.c.number),
+    )
+
+
 def requests(database: Database, sample_id: int, incarnation: int, limit: int) -> list[dict[str, Any]]:
     """Engine calls for one life of a sample, oldest first: generated = stored + lost(reason), None where not told."""
     r = request.c

@@ -11,6 +11,7 @@ from samplestore.clock import db_now
 from samplestore.logs import mask
 from samplestore.models import BatchRow, EngineRow, Event, SampleGroup, Timeline, WeightVersionRow, one_of
 from samplestore.states import LIVE_BATCH, GroupState
+from samplestore.words import amount, which
 
 batch, engine, event, group, timeline, version = (
     t.__table__ for t in (BatchRow, EngineRow, Event, SampleGroup, Timeline, WeightVersionRow)
@@ -40,7 +41,8 @@ def left_behind(connection: sa.Connection, run_row: Any) -> str | None:
         return None
     live = int(connection.execute(sa.select(sa.func.count()).where(of_run)).scalar_one())
     return (
-        f"{len(rows)} of {live} engines do not serve the run's version {run_row.current_version} "
+        f"{len(rows)} of {amount(live, 'engine')} {which(len(rows), 'does', 'do')} not serve the run's version "
+        f"{run_row.current_version} "
         f"({rows[0].url} serves {rows[0].version}), which was published {max(0.0, at.age):.0f} s ago without a path: "
         "workers bring no engine to it, and groups of older weights fall out of the window without end. Who publishes "
         f"so has to load the weights himself: samplestore engines update --path MODEL --label {at.label}"
@@ -73,14 +75,15 @@ def failing(connection: sa.Connection, run_id: int, kind: str, since: float) -> 
     if n == 0:
         return None
     row = connection.execute(
-        sa.select(event.c.sample_id, event.c.group_id, event.c.reason, event.c.details)
+        sa.select(event.c.sample_id, group.c.number, event.c.reason, event.c.details)
+        .select_from(event.outerjoin(group, group.c.id == event.c.group_id))
         .where(of_kind)
         .order_by(event.c.at.desc(), event.c.id.desc())
         .limit(1)
     ).one()
     stage = (row.details or {}).get("stage")
-    what = f"group {row.group_id}" if row.sample_id is None else f"sample {row.sample_id}"
-    times = f"{n:,}{' or more' if n == MOST else ''} time{'' if n == 1 else 's'}"
+    what = f"group {row.number}" if row.sample_id is None else f"sample {row.sample_id}"
+    times = f"{n:,} or more times" if n == MOST else amount(n, "time")
     return f"{times} since the last batch; the newest, {what}{f', {stage}' if stage else ''}: {shown(row.reason)}"
 
 

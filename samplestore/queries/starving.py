@@ -17,6 +17,7 @@ from samplestore.models import BatchGroup, BatchRow, Sample, SampleGroup
 from samplestore.statements import staleness
 from samplestore.states import IN_WINDOW, LIVE_BATCH, GroupState, StalePolicy
 from samplestore.types import RunSettings
+from samplestore.words import amount, which
 
 group, sample, batch, batch_group = (t.__table__ for t in (SampleGroup, Sample, BatchRow, BatchGroup))
 
@@ -46,23 +47,27 @@ def _told(connection: sa.Connection, run_id: int, settings: RunSettings) -> Iter
     # In one of several passes a group may well be late; a prompt that is late in each of them starves.
     chances = 1 if settings.epochs == 1 else AGAIN
     if lost := int(connection.execute(_lost_prompts(run_id, chances)).scalar_one()):
-        yield f"{_n(lost, 'prompt')} lost all their groups to staleness and were never trained on"
+        yield (
+            f"{amount(lost, 'prompt')} lost all {which(lost, 'its', 'their')} groups to staleness and "
+            f"{which(lost, 'was', 'were')} never trained on"
+        )
     n, most = regenerated(connection, run_id)
     if n:
         yield (
-            f"{_n(n, 'group')} in the window {_were(n)} started afresh {AGAIN} times or more, at most {most} times: "
-            f"{'it is' if n == 1 else 'they are'} too old whenever {'it is' if n == 1 else 'they are'} done"
+            f"{amount(n, 'group')} in the window {which(n, 'was', 'were')} started afresh {AGAIN} times or more, "
+            "at most "
+            f"{most} times: {which(n, 'it is', 'they are')} too old whenever {which(n, 'it is', 'they are')} done"
         )
     if settings.stale == StalePolicy.SKIP:
         source, lag, ready = staleness.ready_groups(run_id, settings.staleness_mode)
         query = sa.select(sa.func.count()).select_from(source).where(ready, lag > settings.max_staleness)
         if kept := int(connection.execute(query).scalar_one()):
-            verbs = "is beyond the window and waits" if kept == 1 else "are beyond the window and wait"
-            yield f"{_n(kept, 'ready group')} {verbs} for a batch that takes {'it' if kept == 1 else 'them'}"
+            verbs = which(kept, "is beyond the window and waits", "are beyond the window and wait")
+            yield f"{amount(kept, 'ready group')} {verbs} for a batch that takes {which(kept, 'it', 'them')}"
     if masked := int(connection.execute(_masked(run_id)).scalar_one()):
         yield (
-            f"{_n(masked, 'group')} of the last {LAST_BATCHES} batches {_were(masked)} delivered beyond the window, "
-            "their old tokens masked"
+            f"{amount(masked, 'group')} of the last {LAST_BATCHES} batches {which(masked, 'was', 'were')} delivered "
+            f"beyond the window, {which(masked, 'its', 'their')} old tokens masked"
         )
 
 
@@ -99,11 +104,3 @@ def _masked(run_id: int) -> Any:
         .select_from(batch_group.join(batch, batch.c.id == batch_group.c.batch_id))
         .where(batch.c.id.in_(last), batch_group.c.staleness > batch.c.policy["max_staleness"].as_integer())
     )
-
-
-def _n(n: int, what: str) -> str:
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
-
-
-def _were(n: int) -> str:
-    return "was" if n == 1 else "were"

@@ -76,7 +76,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A sample as it was in one snapshot. `sample` and `group` are plain columns of their rows.
+    """A sample as it was in one snapshot. `sample` and `group` are plain columns of their rows; the sample's
+    `staleness` is that of now, of what a trainer holds or has consumed that at the lease.
 
     pruned   its response was pruned: spans and counters are there, of the tokens only those of the prompt
     """
@@ -131,8 +132,6 @@ def read(
         first = max(0, min(at, total - 1)) // size * size
         tokens = _tokens(connection, head, life, n_prompt, first, min(first + size, total), prompt_only=pruned)
         events = _events(connection, run_id, head)
-        lag = connection.execute(sa.select(staleness.behind(run_id, sa.literal(head["oldest_version"], sa.BigInteger))))
-        head["staleness"] = lag.scalar_one() if not head["version_unknown"] else None
         as_of = float(connection.execute(sa.select(db_now())).scalar_one())
     of_group = {name: head.pop(f"group_{name}") for name in _GROUP_COLUMNS}
     return Trajectory(
@@ -149,6 +148,7 @@ _HEAD = (
         prompt.c.id.label("prompt_id"),
         prompt.c.dataset,
         prompt.c.n_tokens.label("prompt_tokens"),
+        staleness.shown_sample_lag(group.c.run_id).label("staleness"),
     )
     .select_from(group.join(sample, sample.c.group_id == group.c.id).join(prompt, prompt.c.id == group.c.prompt_id))
     .where(

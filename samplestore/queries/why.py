@@ -25,6 +25,7 @@ from samplestore.states import (
     WorkerState,
 )
 from samplestore.types import RunSettings, Why, choice
+from samplestore.words import amount, amount_is, which
 
 run, group, sample, worker, engine, ledger = (
     t.__table__ for t in (Run, SampleGroup, Sample, Worker, EngineRow, LedgerTotal)
@@ -166,7 +167,8 @@ def _unscored(waiting: dict[str, int], serves: set[str]) -> str:
     told = ", ".join(f"{name} {n}" for name, n in waiting.items())
     nobody = [name for name in waiting if name not in serves]
     cure = f"; nobody serves {', '.join(nobody)} (samplestore reward --reward {nobody[0]}=...)" if nobody else ""
-    return f"{sum(waiting.values())} stages (rewards) are not done: {told}{cure}"
+    n = sum(waiting.values())
+    return f"{amount(n, 'stage')} ({which(n, 'a reward', 'rewards')}) {which(n, 'is', 'are')} not done: {told}{cure}"
 
 
 def _of_run(f: dict[str, Any]) -> Any:
@@ -182,11 +184,14 @@ def _of_service(f: dict[str, Any]) -> Any:
     elif f["rollout_workers"] and f["engines"] == 0 and not f["generated"]:  # else they do without
         yield (
             "no_engine",
-            f"no engine has answered the {f['rollout_workers']} rollout workers yet: look at the --engine or --router "
-            "that they were given, and at their logs",
+            f"no engine has answered the {amount(f['rollout_workers'], 'rollout worker')} yet: look at the --engine or "
+            "--router given there, and at the logs",
         )
     if f["silent"]:
-        yield "silent_workers", f"{f['silent']} workers have stopped sending heartbeats"
+        yield (
+            "silent_workers",
+            f"{amount(f['silent'], 'worker')} {which(f['silent'], 'has', 'have')} stopped sending heartbeats",
+        )
     if f["worker_error"] is not None:
         yield "worker_error", f"worker {f['worker_error'].name} failed: {obstacles.shown(f['worker_error'].error)}"
     if 0 < f["failed_engines"] < f["engines"]:
@@ -194,7 +199,9 @@ def _of_service(f: dict[str, Any]) -> Any:
     if f["strange_engines"]:
         yield (
             "strange_engines",
-            f"{f['strange_engines']} of {f['engines']} engines serve weights that this run has not published "
+            f"{f['strange_engines']} of {amount(f['engines'], 'engine')} "
+            f"{which(f['strange_engines'], 'serves', 'serve')} "
+            "weights that this run has not published "
             "(samplestore engines update --path MODEL --label default)",
         )
     if f["left_behind"] is not None:
@@ -208,19 +215,23 @@ def _of_work(f: dict[str, Any], settings: RunSettings) -> Any:
     if unfiltered := f["stages"].get(filters.STAGE):
         custom = filters.CUSTOM in (*settings.group_filters, *settings.sample_filters)
         how = " (the run has its own: samplestore worker --group-filter, --sample-filter)" if custom else ""
-        yield "unfiltered", f"{unfiltered} groups wait for their filter{how}"
+        yield (
+            "unfiltered",
+            f"{amount(unfiltered, 'group')} {which(unfiltered, 'waits for its', 'wait for their')} filter{how}",
+        )
     if f["owned"]:
-        yield "in_flight", f"{f['owned']} samples are in flight"
+        yield "in_flight", f"{amount_is(f['owned'], 'sample')} in flight"
     if f["waiting"] and (limit := _reached(f, settings)):
         yield "in_flight_limit", f"what is in flight is all that the run allows: {limit}"
     if f["waiting"]:
-        yield "waiting", f"{f['waiting']} samples wait for a worker"
+        yield "waiting", f"{amount(f['waiting'], 'sample')} {which(f['waiting'], 'waits', 'wait')} for a worker"
     if f["failing_samples"] is not None:
         yield "failing_samples", f"attempts at samples failed {f['failing_samples']}"
     if f["failing_stages"] is not None:
         yield "failing_stages", f"rewards or filters failed {f['failing_stages']}"
     if f["backing_off"]:
-        yield "backing_off", f"{f['backing_off']} samples wait before they are tried again"
+        again = which(f["backing_off"], "waits before it is", "wait before they are")
+        yield "backing_off", f"{amount(f['backing_off'], 'sample')} {again} tried again"
 
 
 def _reasons(f: dict[str, Any], settings: RunSettings, needed: int, window: int) -> Any:
@@ -232,15 +243,16 @@ def _reasons(f: dict[str, Any], settings: RunSettings, needed: int, window: int)
     if step_over:
         yield (
             "step_over",
-            f"the step of weights version {row.current_version} has its {settings.groups_per_step} groups (mode "
-            f"{settings.mode}): the next begins when weights are published (run.publish_weights)",
+            f"the step of weights version {row.current_version} has its {amount(settings.groups_per_step, 'group')} "
+            f"(mode {settings.mode}): the next begins when weights are published (run.publish_weights)",
         )
     if row.n_prompts == 0 and not f["unfinished"]:  # else they were imported
         yield "no_prompts", "the run has no prompts (samplestore add-prompts FILE)"
         return
     yield from _of_service(f)
     if f["outside"]:
-        yield "too_stale", f"{f['outside']} ready groups are more than {window} versions behind"
+        are = which(f["outside"], "is", "are")
+        yield "too_stale", f"{amount(f['outside'], 'ready group')} {are} more than {amount(window, 'version')} behind"
     if (
         f["held"]
         and f["unfinished"] + f["counted"] >= settings.window_groups
@@ -248,28 +260,34 @@ def _reasons(f: dict[str, Any], settings: RunSettings, needed: int, window: int)
     ):
         yield (
             "window_held",
-            f"{f['held']} ready groups that this batch passes over fill the run's window of {settings.window_groups}: "
-            f"nothing is admitted in their place. Ask with max_staleness={settings.max_staleness}, or "
+            f"{amount(f['held'], 'ready group')} that this batch passes over {which(f['held'], 'fills', 'fill')} the "
+            f"run's window of {settings.window_groups}: nothing is admitted in their place. Ask with "
+            f"max_staleness={settings.max_staleness}, or "
             "stale='expire' or 'regenerate'",
         )
-    if f["unknown"] or f["closed_unknown"]:
+    if n := f["unknown"] + f["closed_unknown"]:
         yield (
             "unknown_version",
-            f"{f['unknown'] + f['closed_unknown']} groups have tokens of an unknown weight version: they are never "
-            "delivered (samplestore engines list)",
+            f"{amount(n, 'group')} {which(n, 'has', 'have')} tokens of an unknown weight version: "
+            f"{which(n, 'it is', 'they are')} never delivered (samplestore engines list)",
         )
     if f["again"][0]:
         yield (
             "regenerated",
-            f"{f['again'][0]} groups in the window were started afresh {AGAIN} times or more (at most "
-            f"{f['again'][1]}): what takes that long may never arrive. A larger max_staleness or stale='mask' lets "
+            f"{amount(f['again'][0], 'group')} in the window {which(f['again'][0], 'was', 'were')} started afresh "
+            f"{AGAIN} times or more (at most {f['again'][1]}): what takes that long may never arrive. A larger "
+            "max_staleness or stale='mask' lets "
             "it through",
         )
     yield from _of_work(f, settings)
     if f["evaluating"]:
-        yield "evaluating", f"{f['evaluating']} groups of evaluations are under way (samplestore eval --list)"
+        are = which(f["evaluating"], "is", "are")
+        yield (
+            "evaluating",
+            f"{amount(f['evaluating'], 'group')} of evaluations {are} under way (samplestore eval --list)",
+        )
     if f["leased"]:
-        yield "leased", f"{f['leased']} groups are held by a trainer's batch"
+        yield "leased", f"{amount_is(f['leased'], 'group')} held by a trainer's batch"
     if f["curriculum_fails"] is not None:
         yield "curriculum_fails", f"the run's curriculum must be {f['curriculum_fails']}; no prompt is served"
     elif f["served"]:
@@ -278,19 +296,25 @@ def _reasons(f: dict[str, Any], settings: RunSettings, needed: int, window: int)
         yield (
             "window_too_small",
             (
-                f"{needed} groups are asked for, but the window admits {settings.window_groups} "
+                f"{amount_is(needed, 'group')} asked for, but the window admits "
+                f"{settings.window_groups} "
                 f"({'(max_staleness + 1) x groups_per_step' if settings.mode == RolloutMode.ASYNC else 'one step'})"
             ),
         )
     elif f["unfinished"] == 0 and not step_over and (room := settings.window_groups - f["counted"]) > 0:
         yield (
             "nothing_admitted",
-            f"no group is under way and {room} more may be; workers and waiting trainers admit them",
+            f"no group is under way and {room:,} more may be; workers and waiting trainers admit them",
         )
     if f["dropped"]:
-        yield "dropped", f"{f['dropped']:,} groups were dropped so far; the last ones for: {f['drop_reasons']}"
+        yield (
+            "dropped",
+            f"{amount(f['dropped'], 'group')} {which(f['dropped'], 'was', 'were')} dropped so far; the last ones for: "
+            f"{f['drop_reasons']}",
+        )
     if f["expired"]:
-        yield "expired", f"{f['expired']} groups fell out of the window so far, before a batch took them"
+        them = which(f["expired"], "it", "them")
+        yield "expired", f"{amount(f['expired'], 'group')} fell out of the window so far, before a batch took {them}"
 
 
 def _used_up(row: Any, settings: RunSettings) -> str:
@@ -298,7 +322,8 @@ def _used_up(row: Any, settings: RunSettings) -> str:
         return "the run's curriculum gives no prompt to serve next"
     if settings.datasets:
         return f"all epochs of the data sets {', '.join(settings.datasets)} are served"
-    return f"all {settings.epochs} epochs of {row.n_prompts} prompts are served"
+    served = "the one epoch" if settings.epochs == 1 else f"all {settings.epochs} epochs"
+    return f"{served} of {amount(row.n_prompts, 'prompt')} {which(settings.epochs or 0, 'is', 'are')} served"
 
 
 def _reached(f: dict[str, Any], settings: RunSettings) -> str:
@@ -317,5 +342,6 @@ def _reached(f: dict[str, Any], settings: RunSettings) -> str:
 def _failed_engines(f: dict[str, Any]) -> str:
     last = f["engine_error"]
     return (
-        f"{f['failed_engines']} of {f['engines']} engines failed; the last, {last.url}: {obstacles.shown(last.error)}"
+        f"{f['failed_engines']} of {amount(f['engines'], 'engine')} failed; the last, {last.url}: "
+        f"{obstacles.shown(last.error)}"
     )

@@ -221,7 +221,7 @@ def test_an_unreachable_engine_exits_4(cli: Cli, small: Small) -> None:
     assert cli("doctor", "--db", small.url).code == 0
     answer = cli("doctor", "--db", small.url, "--engines")
     assert answer.code == 4 and answer.err.endswith("See: samplestore engines list\n")
-    assert "1 of 1 do not answer; http://127.0.0.1:9: " in answer.err
+    assert "1 of 1 engine does not answer; http://127.0.0.1:9: " in answer.err
 
 
 def test_a_reachable_engine_is_well(cli: Cli, small: Small) -> None:

@@ -28,10 +28,22 @@ def test_pause_resume_drain(cli: Cli, small: Small) -> None:
 
 def test_abort_reaches_the_workers(cli: Cli, small: Small) -> None:
     answer = cli("abort", "--db", small.url, "--run", "small", "--reason", "batch complete")
-    assert answer.out == "run small: workers were asked to abort what is in flight (1 samples)\n"
+    assert answer.out == "run small: workers were asked to abort what is in flight (1 sample)\n"
     with samplestore.open(small.url) as store:
         told = store.run("small").heartbeat(small.worker)
     assert (told.abort_seq, told.abort_reason) == (1, "batch complete")
+
+
+def test_abort_names_samples_and_groups_as_everything_does(cli: Cli, small: Small) -> None:
+    for wrong, said in ((("--group", 9), "run small has no group 9"), (("--sample", "3/7"), "there is no sample 3/7")):
+        refused = cli("abort", "--db", small.url, "--reason", "x", *wrong)
+        assert refused.code == 1 and said in refused.err, refused.err
+    for named in (("--group", 3), ("--sample", "3/1"), ("--sample", 8)):
+        answer = cli("abort", "--db", small.url, "--reason", "x", *named)
+        assert answer.out == "run small: workers were asked to abort those samples\n", answer.err
+    with samplestore.open(small.url) as store, store.session() as session:
+        asked = session.scalars(sa.select(Event.details).where(Event.kind == "abort_inflight").order_by(Event.id))
+        assert [details["samples"] for details in asked] == [[7, 8], [8], [8]]
 
 
 def test_what_cannot_be_taken_back_names_its_run(cli: Cli, small: Small) -> None:
@@ -58,12 +70,12 @@ def test_reap_frees_the_dead(cli: Cli, small: Small) -> None:
     sick = cli("doctor", "--db", small.url)
     assert sick.code == 5 and sick.err.rstrip().endswith("samplestore reap --run small")
     answer = cli("reap", "--db", small.url)
-    assert answer.out.startswith(f"run small: 1 workers are dead ({small.worker}); freed 1 samples")
+    assert answer.out.startswith(f"run small: 1 worker is dead ({small.worker}); freed 1 sample, 0 stages")
 
 
 def test_requeue_starts_afresh(cli: Cli, small: Small) -> None:
     answer = cli("requeue", 5, "3/1", "--db", small.url, "--reason", "bad prompt")
-    assert answer.out == "run small: 2 samples start afresh (5, 8)\n", answer.err
+    assert answer.out == "run small: 2 samples start afresh (2/0, 3/1)\n", answer.err
     with samplestore.open(small.url) as store, store.session() as session:
         rows = session.execute(sa.select(Sample.id, Sample.incarnation, Sample.n_tokens).where(Sample.incarnation > 0))
         assert sorted(tuple(row) for row in rows) == [(5, 1, 0), (8, 1, 0)]
@@ -76,12 +88,12 @@ def test_requeue_starts_afresh(cli: Cli, small: Small) -> None:
 def test_requeue_of_a_consumed_group_says_why_not(cli: Cli, small: Small) -> None:
     answer = cli("requeue", 1, "--db", small.url, "--reason", "x")
     assert (answer.code, answer.out) == (1, "")
-    assert "it is consumed" in answer.err and "samplestore" in answer.err.rsplit(". ", 1)[-1]
+    assert "cannot requeue group 0: it is consumed" in answer.err and "samplestore" in answer.err.rsplit(". ", 1)[-1]
 
 
 def test_drop_closes_groups_for_their_owners(cli: Cli, small: Small) -> None:
-    answer = cli("drop", 3, 4, "--db", small.url, "--reason", "duplicates")
-    assert answer.out == "run small: 2 groups dropped (numbers 2, 3)\n", answer.err
+    answer = cli("drop", 2, 3, "--db", small.url, "--reason", "duplicates")
+    assert answer.out == "run small: 2 groups dropped (2, 3)\n", answer.err
     with samplestore.open(small.url) as store, store.session() as session:
         dropped = session.execute(sa.select(SampleGroup.id, SampleGroup.reason).where(SampleGroup.state == "dropped"))
         assert sorted(tuple(row) for row in dropped) == [(3, "duplicates"), (4, "duplicates")]
@@ -91,19 +103,25 @@ def test_drop_closes_groups_for_their_owners(cli: Cli, small: Small) -> None:
 
 
 def test_drop_changes_nothing_if_one_group_is_wrong(cli: Cli, small: Small) -> None:
-    for ids, code in (((3, 99), 1), ((3, 1), 1)):
-        answer = cli("drop", *ids, "--db", small.url, "--reason", "x")
-        assert (answer.code, answer.out) == (code, "")
+    for numbers, said in (((2, 99), "run small has no group 99"), ((2, 0), "cannot drop group 0: it is consumed")):
+        answer = cli("drop", *numbers, "--db", small.url, "--reason", "x")
+        assert (answer.code, answer.out) == (1, "") and said in answer.err
     assert cli("groups", "--db", small.url, "--state", "dropped", "--json").json["groups"] == []
 
 
-def test_groups_of_two_runs_are_not_dropped_at_once(cli: Cli, small: Small) -> None:
+def test_a_number_is_that_of_the_run_that_is_named(cli: Cli, small: Small) -> None:
     with samplestore.open(small.url) as store:
         later = store.run("later", samples_per_prompt=1, groups_per_step=1)
         later.add_prompts([{"prompt_ids": [1]}])
         later.admit()
-    answer = cli("drop", 3, 5, "--db", small.url, "--reason", "x")
-    assert answer.code == 2 and "later, small" in answer.err
+    for command in (("drop", 0), ("expire", 0), ("abort", "--group", 0)):
+        answer = cli(*command, "--db", small.url, "--reason", "x")
+        assert answer.code == 2 and "several runs (small, later): name one with --run NAME" in answer.err, answer.err
+    assert (
+        cli("drop", 0, "--db", small.url, "--run", "later", "--reason", "x").out == "run later: 1 group dropped (0)\n"
+    )
+    states = [g["state"] for g in cli("groups", "--db", small.url, "--run", "small", "--json").json["groups"]]
+    assert states == ["open", "open", "ready", "consumed"]
 
 
 def test_rewind_asks_first(cli: Cli, small: Small) -> None:
@@ -152,14 +170,14 @@ def test_what_can_be_no_name_of_a_run_is_refused(store: samplestore.Store, name:
 
 
 def test_expire_closes_named_groups(cli: Cli, small: Small) -> None:
-    answer = cli("expire", 2, 3, "--db", small.url, "--reason", "old prompts")
-    assert answer.out == "run small: 2 groups are stale (numbers 1, 2)\n", answer.err
+    answer = cli("expire", 1, 2, "--db", small.url, "--reason", "old prompts")
+    assert answer.out == "run small: 2 groups (1, 2) are stale\n", answer.err
     told = cli("ledger", "--db", small.url, "--json").json
     assert told["closed"] is True and (told["by_fate"]["stale"], told["by_fate"]["ready"]) == (13, 0)
     assert events(small, "stale") == ["old prompts", "old prompts"]
     with samplestore.open(small.url) as store:
         assert store.run("small").check() == []
-    assert cli("expire", 2, "--db", small.url, "--reason", "again").code == 0, "what is stale stays so"
+    assert cli("expire", 1, "--db", small.url, "--reason", "again").code == 0, "what is stale stays so"
 
 
 def test_expire_closes_what_is_too_far_behind(cli: Cli, store: samplestore.Store, db_url: str) -> None:
@@ -172,7 +190,7 @@ def test_expire_closes_what_is_too_far_behind(cli: Cli, store: samplestore.Store
     run.publish_weights(step=2)
     assert run.expire(max_staleness=2) == 0
     answer = cli("expire", "--max-staleness", 1, "--reason", "too old for us", "--db", db_url)
-    assert answer.out == "run r: 2 groups that were more than 1 versions behind are stale\n", answer.err
+    assert answer.out == "run r: 2 groups that were more than 1 version behind are stale\n", answer.err
     f.sound(run)
     assert f.states(run) == ["stale", "stale", "open"]
     assert {e["reason"] for e in f.events(run, "stale")} == {"too old for us"}
@@ -188,7 +206,7 @@ def test_expire_refuses(cli: Cli, small: Small) -> None:
         ([], 2, "samplestore expire --help"),
         ([2], 2, "samplestore expire --help"),
         ([2, "--max-staleness", 1, "--reason", "x"], 2, "samplestore expire --help"),
-        ([1, "--reason", "x"], 1, "it is consumed"),
+        ([0, "--reason", "x"], 1, "cannot expire group 0: it is consumed"),
         ([99, "--reason", "x"], 1, "samplestore groups"),
     ):
         answer = cli("expire", *flags, "--db", small.url)

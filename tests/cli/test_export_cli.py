@@ -13,7 +13,7 @@ import pytest
 import samplestore
 from tests.support.extras import library
 
-from ..contract.test_export import lived
+from ..contract.exporting import lived
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_there_and_back(cli: Any, database: Path, tmp_path: Path) -> None:
     assert first.code == 0 and first.err == "", first.err
     assert first.out == f"{out}\n18 samples of 8 groups, 122 response tokens (run lived)\n"
     again = cli("export", "lived", "--db", str(database), "--to", str(out))
-    assert again.code == 1 and again.err.endswith(f"Replace it with: samplestore export --to {out} --force\n")
+    assert again.code == 1 and again.err.endswith(f" --db {database} --to {out} --format parquet --force\n")
     told = cli("export", "lived", "--db", str(database), "--to", str(out), "--force", "--steps", "0:1", "--json").json
     assert (told["format"], told["groups"], told["steps"], told["pruned"]) == ("parquet", 4, [0, 1], 0)
     back = ("import", str(out), "--run", "again", "--db", str(other))

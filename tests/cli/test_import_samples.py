@@ -27,10 +27,23 @@ def test_what_is_refused_is_named(cli: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, "log_probs": [-0.5]}) + "\n")
     done = cli("import-samples", str(path), "--run", "d", "--db", str(tmp_path / "d.db"))
     assert done.code == 1
-    assert f"{path}:2: log_probs: 2 tokens but 1 log-probs" in done.err
+    assert f"{path}:2: log_probs: 2 tokens but 1 log-prob" in done.err
     assert "nothing of it was stored" in done.err
     told = done.err.splitlines()
     assert told[1].startswith(f"  {path}:2: log_probs: ") and told[2].startswith("Correct the file"), "a row, a line"
     missing = cli("import-samples", "nowhere.jsonl", "--run", "d", "--db", str(tmp_path / "none.db"))
     assert missing.code == 1 and "no such file" in missing.err
     assert not (tmp_path / "none.db").exists()
+
+
+def test_a_field_that_is_none_is_told_those_that_are(cli: Any, tmp_path: Path) -> None:
+    """All that a row of this command may have, and no option that the command has not."""
+    path = tmp_path / "bad.jsonl"
+    rows = [{**ROW, "rewrd": 1.0}, {"prompt_ids": [1], "samples": [{"response_ids": [2], "promt": 1}]}, {**ROW, "x": 1}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = cli("import", path, "--run", "d", "--db", tmp_path / "d.db").err.splitlines()
+    assert told[1].startswith(f"  {path}:1: rewrd: is not one of prompt, text, messages, prompt_ids, label, ")
+    assert told[1].endswith(", reward, status, samples. Did you mean 'reward'? (got 1.0)")
+    assert told[2].startswith(f"  {path}:2: samples[0].promt: is not one of response_ids, tokens, ")
+    assert told[2].endswith(", reward, status (got 1)"), "a response has no prompt"
+    assert told[3].endswith(", status, samples (got 1)") and "--" not in "".join(told[1:4])

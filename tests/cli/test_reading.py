@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from pathlib import Path
+from shlex import quote, split
 
 import pytest
 
@@ -36,9 +37,9 @@ def test_status_tells_the_run_in_words(cli: Cli, small: Small) -> None:
         "samples     pending 3, aborted 1, completed 4; in flight 1, resumed 0",
         "tokens      resumable 3, ready 10, consumed 10",
         "staleness   of ready groups: 1 at 0",
-        "batches     committed 1; last: step 1 committed, 1 groups, 10 tokens",
-        "next batch  1 of 2 groups are ready: 1 samples are in flight; 2 samples wait for a worker; "
-        "1 samples wait before they are tried again",
+        "batches     committed 1; last: step 1 committed, 1 group, 10 tokens",
+        "next batch  1 of 2 groups is ready: 1 sample is in flight; 2 samples wait for a worker; "
+        "1 sample waits before it is tried again",
     ]
     assert re.search(r"^1 +rollout +worker-\[red\]x +live +\d+\.\d s +1 ", answer.out, re.M)
     assert re.search(rf"^{ENGINE} +live +0 +default", answer.out, re.M)
@@ -70,10 +71,10 @@ def test_text_of_models_and_engines_cannot_reach_the_terminal(cli: Cli, small: S
 def test_why(cli: Cli, small: Small) -> None:
     answer = cli("why", "--db", small.url)
     assert lines(answer.out)[:2] == [
-        "1 of 2 groups are ready inside the window",
-        "- 1 samples are in flight",
+        "1 of 2 groups is ready inside the window",
+        "- 1 sample is in flight",
     ]
-    assert cli("why", "--db", small.url, "--groups", 1).out == "1 of 1 groups are ready inside the window\n"
+    assert cli("why", "--db", small.url, "--groups", 1).out == "1 of 1 group is ready inside the window\n"
     told = cli("why", "--db", small.url, "--groups", 9, "--json").json
     assert told["needed"] == 9
     assert "window_too_small" in {reason["code"] for reason in told["reasons"]}
@@ -95,18 +96,15 @@ def test_runs_are_listed_newest_first_and_the_newest_is_meant(cli: Cli, small: S
 def test_groups(cli: Cli, small: Small) -> None:
     answer = cli("groups", "--db", small.url)
     head, *rows = lines(answer.out)
-    assert head.split()[:3] == ["id", "number", "state"]
-    assert [row.split()[:3] for row in rows] == [
-        ["4", "3", "open"],
-        ["3", "2", "open"],
-        ["2", "1", "ready"],
-        ["1", "0", "consumed"],
-    ]
+    assert head.split()[:2] == ["group", "state"]
+    assert [row.split()[:2] for row in rows] == [["3", "open"], ["2", "open"], ["1", "ready"], ["0", "consumed"]]
     told = cli("groups", "--db", small.url, "--state", "ready", "--json").json
     assert [(g["id"], g["n_tokens"], g["staleness"]) for g in told["groups"]] == [(2, 10, 0)]
     some = cli("groups", "--db", small.url, "--limit", 2)
     assert len(some.out.splitlines()) == 3
-    assert "samplestore groups --after 2" in some.err
+    assert some.err.endswith(f"the next page: samplestore groups --db {quote(small.url)} --limit 2 --after 2\n")
+    _, *typed = split(some.err.rpartition("next page: ")[2])
+    assert [row.split()[0] for row in cli(*typed).out.splitlines()[1:]] == ["1", "0"]
     assert cli("groups", "--db", small.url, "--limit", 2, "--json").json["more"] is True
     wrong = cli("groups", "--db", small.url, "--state", "redy")
     assert wrong.code == 2 and "superseded" in wrong.err
@@ -116,12 +114,12 @@ def test_show_tells_one_sample(cli: Cli, small: Small) -> None:
     answer = cli("show", 5, "--db", small.url)
     told = lines(answer.out)
     assert told[:6] == [
-        "sample       5, index 0 of group number 2 (id 3)",
+        "sample       2/0 (id 5)",
         "portable id  UUID/2/0/0",
         "run          small",
         "incarnation  0",
         "status       aborted (abort)",
-        "group        open, 2 samples, epoch 0",
+        "group        2, open, 2 samples, epoch 0",
     ]
     assert re.search(rf"^0 +3 +3 +generated +1 +0 +-0.5 +1 +1 +{ENGINE} +abort +TIME$", "\n".join(told), re.M)
     assert re.search(r"^release +TIME +\\x1b\[31mred", "\n".join(told), re.M)

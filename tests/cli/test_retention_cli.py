@@ -13,8 +13,9 @@ import pytest
 from sqlalchemy.engine import make_url
 
 import samplestore
-from samplestore import backup as backups
 from samplestore import migrations
+from samplestore.backups import backup as backups
+from samplestore.backups import postgres, sqlite
 from samplestore.engine import Database
 from samplestore.errors import BackupError, RunInUse, SchemaMismatch
 from samplestore.run import Run
@@ -97,7 +98,7 @@ def test_a_backup_is_restored_whole(cli: Cli, filled: str, elsewhere: str, tmp_p
     assert made.json["size"] == target.stat().st_size and made.json["revision"] == migrations.REVISION
     assert sorted(p.name for p in tmp_path.glob("backup*")) == ["backup"], "nothing lies beside it"
     done = cli("restore", target, "--db", elsewhere)
-    assert done.code == 0 and "1 runs" in done.out, done.err
+    assert done.code == 0 and ": 1 run of " in done.out, done.err
     with samplestore.open(filled) as old, samplestore.open(elsewhere) as new:
         theirs, ours = (s.existing_run("r") for s in (old, new))
         f.sound(ours)
@@ -142,7 +143,7 @@ def test_nothing_is_overwritten_unasked(cli: Cli, filled: str, elsewhere: str, t
         later = f.make_run(store, "later")
         worker = f.register(later)
     busy = cli("restore", target, "--db", elsewhere, "--overwrite")
-    assert busy.code == 1 and "in use by 1 live workers" in busy.err
+    assert busy.code == 1 and "in use by 1 live worker or trainer (3). Stop it, " in busy.err
     with samplestore.open(elsewhere) as store:
         store.existing_run("later").goodbye(worker)
     assert cli("restore", target, "--db", elsewhere, "--overwrite").code == 0
@@ -226,15 +227,15 @@ def test_an_older_backup_is_migrated_and_a_newer_refused(
     target = tmp_path / "old"
     old = Database(filled)
     if old.is_sqlite:
-        backups._copy_sqlite(old, target)
+        sqlite.copy(old, target)
     else:
-        backups._run(["pg_dump", "--format=custom", f"--file={target}", *backups._server(old)], old)
+        postgres.copy(old, target)
     f.execute(samplestore.store.Store(old), "UPDATE alembic_version SET version_num = '9999'")
     newer = tmp_path / "new"
     if old.is_sqlite:
-        backups._copy_sqlite(old, newer)
+        sqlite.copy(old, newer)
     else:
-        backups._run(["pg_dump", "--format=custom", f"--file={newer}", *backups._server(old)], old)
+        postgres.copy(old, newer)
     old.close()
     copy = Database(elsewhere)
     with pytest.raises(SchemaMismatch, match="pip install -U"):

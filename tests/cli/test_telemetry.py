@@ -112,4 +112,4 @@ def test_why_names_the_failure_when_no_engine_is_left(cli: Cli, small: Small) ->
         run = store.existing_run()
         run.transact(lambda tx: weights.engine_broken(tx, 1, ENGINE, "every log-prob is null"))
     told = cli("why", "--db", small.url).out.splitlines()
-    assert told[1] == f"- 1 of 1 engines failed; the last, {ENGINE}: every log-prob is null"
+    assert told[1] == f"- 1 of 1 engine failed; the last, {ENGINE}: every log-prob is null"

@@ -9,7 +9,6 @@ from decimal import Decimal
 from typing import Any
 
 import psycopg
-import pytest
 
 import samplestore
 from samplestore.run import Run
@@ -85,7 +84,8 @@ def asked(url: str) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def of(x: float) -> Any:
-    return pytest.approx(x)
+    """As it is shown: three decimals."""
+    return round(x, 3)
 
 
 ANSWERS: dict[str, list[tuple[Any, ...]]] = {
@@ -115,7 +115,7 @@ ANSWERS: dict[str, list[tuple[Any, ...]]] = {
         (7, "ready", 0.0, 2, "aime", "hard"), (1, "consumed", 1.0, 2, "default", "3"),
     ],
     "What part of a step taught nothing?": [(1, 1, 0.0), (2, 1, 1.0)],
-    "Are the log-probs sane?": [(0, 11, of(-0.5883152173913043)), (2, 4, -0.4375)],
+    "Are the log-probs sane?": [(0, 11, of(-0.5883152173913043)), (2, 4, -0.438)],
     "How stale was what each step trained on?": [(1, 0, 1), (2, 1, 1)],
     "How stale are the ready groups now?": [(0, 1, 1, 10), (1, 1, 1, 12), (2, 1, 3, 57)],
     "Which ready groups have waited longest?": [

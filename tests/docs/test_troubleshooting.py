@@ -10,13 +10,13 @@ import pytest
 import sqlalchemy as sa
 
 from samplestore import (
-    backup,
     config,
     environment,
     errors,
     prompts,
     tokenizers,
 )
+from samplestore.backups import restored
 from samplestore.copies import copying, hidden
 from samplestore.copies import runs as copies
 from samplestore.interop.trl import WrongCount
@@ -56,8 +56,8 @@ DATABASE_UNUSABLE = [
 ]
 BACKUP_ERRORS = [
     errors.BackupError("b.db exists. Name another file, or replace it with: --overwrite"),
-    errors.BackupError(f"b.db is damaged: page 3. {backup.ANOTHER}"),
-    errors.BackupError(f"run 'x' of b.db breaks a promise: ledger. {backup.ANOTHER}"),
+    errors.BackupError(f"b.db is damaged: page 3. {restored.ANOTHER}"),
+    errors.BackupError(f"run 'x' of b.db breaks a promise: ledger. {restored.ANOTHER}"),
     errors.BackupError(
         "pg_dump, which does this for PostgreSQL, is not installed. Debian: apt-get install postgresql-client"
     ),
@@ -80,7 +80,7 @@ EXAMPLES: list[Any] = [
     errors.ImportConflict("0b1c/7"),
     errors.ImportConflict("0b1c/7", "is of this run, which has it not: the database is older than the export"),
     slime_files.SlimeFileError("a.pt", "is damaged: no end"),
-    replaced.ExportExists("out", replaced.THERE.format(path="out")),
+    replaced.ExportExists("out", replaced.THERE.format(command="samplestore export --run r --to out")),
     replaced.ExportExists("out", replaced.NO_EXPORT),
     replaced.ExportExists("out", replaced.OTHERS.format(name="notes.txt")),
     replaced.ExportExists("a.db", replaced.DATABASE),
@@ -119,7 +119,7 @@ EXAMPLES: list[Any] = [
     errors.ArrayNotStored("values", ["entropy"]),
     errors.ArrayNotStored("valeus", ["entropy"], "run"),
     errors.ArrayFileError("/data/arrays/x", "cannot read ab/abcd: No such file or directory", "samplestore check"),
-    imports.InvalidImport("a.jsonl", [InvalidRow("a.jsonl", 1, "log_probs", "3 tokens but 1 log-probs")], 1),
+    imports.InvalidImport("a.jsonl", [InvalidRow("a.jsonl", 1, "log_probs", "3 tokens but 1 log-prob")], 1),
     errors.RewindTooFar(5, 9, "what came after it was pruned, up to step"),
     errors.MissingExtra("the dashboard", "dashboard"),
     prompts.InvalidPrompts("a.jsonl", [InvalidRow("a.jsonl", 1, "prompt", "is empty")]),

@@ -173,7 +173,8 @@ def test_a_sqlite_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest
 AS_NOBODY = """
 import os, sys
 import samplestore
-from samplestore import backup, retention
+from samplestore import retention
+from samplestore.backups import backup
 from samplestore.cli.app import run
 from tests.support import factory as f
 warm = sys.argv[2]

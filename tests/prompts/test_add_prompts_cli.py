@@ -171,7 +171,12 @@ def test_mistakes_make_no_database(tmp_path: Path, model: Path, jsonl: Path) -> 
     hub = call(db, Path("some-lab/Some-7B"), jsonl)
     assert hub.exit_code == 1 and "hf download" in hub.stderr
     assert call(db, model, jsonl, "--prompt-key", "label").exit_code == 1
-    assert not Path(db).exists()
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": ""}\n')
+    for refused in ([bad], [jsonl, bad]):
+        assert "1 row was refused" in call(db, model, *refused).stderr
+    assert call(db, model, bad, "--skip-invalid").exit_code == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("new.db")] == []
     assert call(db, model, jsonl).exit_code == 0 and len(stored(db)) == 20, "a new SQLite file is made"
 
 
