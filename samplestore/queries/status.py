@@ -70,7 +70,7 @@ def _counts(connection: sa.Connection, column: Any, where: Any, names: list[str]
 
 def _groups(connection: sa.Connection, run_id: int) -> dict[str, int]:
     """Groups by state, those of evaluations left out. Most of a long run's are consumed: by the batches that were
-    committed, which hold them. The others are counted in an index that has no evaluations, those in one of their own."""
+    committed, which hold them. The others are counted in an index, and evaluations taken off by theirs."""
     mine, names = group.c.run_id == run_id, [s.value for s in GroupState]
     others = group.c.state.in_([name for name in names if name != GroupState.CONSUMED])
     of_all = _counts(connection, group.c.state, mine & others, names)
