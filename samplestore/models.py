@@ -742,7 +742,7 @@ class RequestTotal(Base):
     lost: Mapped[int]
     resumes: Mapped[int] = mapped_column(comment="requests that went on from stored tokens")
     resumed: Mapped[int] = mapped_column(comment="tokens that they went on from")
-    at: Mapped[float] = mapped_column(comment="when it last changed")
+    at: Mapped[float] = mapped_column(comment="when the last of them ended; 0: none did")
 
 
 class EventTotal(Base):

@@ -15,9 +15,11 @@ import sqlalchemy as sa
 
 from samplestore.errors import StoreBusy, WorkerDead
 from samplestore.heart import Heart
+from samplestore.migrations import REVISION
 from samplestore.models import SampleGroup, Stage
 from samplestore.run import Run
 from samplestore.states import UNFINISHED_GROUP, StageStatus, WorkerKind
+from samplestore.types import Heartbeat
 from samplestore.verbs import liveness
 from samplestore.workers.metrics import Timed, WorkerMetrics
 from samplestore.writer import Writer
@@ -69,7 +71,7 @@ class Worker(ABC):
         dead = asyncio.Event()
         heart = Heart(
             self.run, self.worker_id, ticked=lambda: self.tick,
-            on_dead=lambda: self.loop.call_soon_threadsafe(dead.set),
+            on_beat=self._heard, on_dead=lambda: self.loop.call_soon_threadsafe(dead.set),
         )  # fmt: skip
         parts = [asyncio.create_task(part) for part in (*self.parts(), dead.wait())]
         error: BaseException | None = None
@@ -90,6 +92,16 @@ class Worker(ABC):
         if error is not None:
             raise error
         return False
+
+    def _heard(self, learnt: Heartbeat) -> None:
+        """From the heart's thread. Statements of another schema would miss what it keeps, or not run at all."""
+        if learnt.revision != REVISION and self.stop_reason is None:
+            self.log.warning(
+                "worker=%d the database has schema revision %s by now, and this process writes %s: it lets go of what "
+                "it holds and leaves. Start it again with the samplestore that migrated the database",
+                self.worker_id, learnt.revision, REVISION,
+            )  # fmt: skip
+            self.loop.call_soon_threadsafe(self.stop, "the schema was migrated")
 
     @abstractmethod
     def info(self) -> dict[str, Any]:

@@ -31,10 +31,11 @@ SELECT run_id, 0, reason,
     coalesce(sum(CASE WHEN generated_tokens IS NOT NULL THEN lost_tokens END), 0),
     sum(CASE WHEN resumed_tokens > 0 THEN 1 ELSE 0 END),
     sum(resumed_tokens),
-    max(coalesce(finished_at, started_at))
+    coalesce(max(finished_at), 0)
 FROM (
     SELECT request.*,
-        CASE WHEN generated_tokens IS NOT NULL AND lost_tokens <> 0 THEN coalesce(lost_reason, '') ELSE '' END AS reason
+        CASE WHEN generated_tokens IS NOT NULL AND lost_tokens <> 0
+            THEN substr(coalesce(lost_reason, ''), 1, 200) ELSE '' END AS reason
     FROM request
 ) AS told
 GROUP BY run_id, reason
@@ -64,7 +65,7 @@ def upgrade() -> None:
         sa.Column("lost", INT, nullable=False),
         sa.Column("resumes", INT, nullable=False, comment="requests that went on from stored tokens"),
         sa.Column("resumed", INT, nullable=False, comment="tokens that they went on from"),
-        sa.Column("at", sa.Double(), nullable=False, comment="when it last changed"),
+        sa.Column("at", sa.Double(), nullable=False, comment="when the last of them ended; 0: none did"),
         sa.ForeignKeyConstraint(["run_id"], ["run.id"], name=op.f("fk_request_total_run_id_run")),
         sa.PrimaryKeyConstraint("run_id", "worker_id", "reason", name=op.f("pk_request_total")),
         postgresql_with=ROOM,

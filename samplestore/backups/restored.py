@@ -17,6 +17,7 @@ from samplestore.errors import BackupError, DatabaseUnusable, RunInUse, SchemaMi
 from samplestore.models import Worker
 from samplestore.states import WorkerState
 from samplestore.store import UNFINISHED, Store
+from samplestore.verbs.recount import recount
 
 ANOTHER = "Restore another one: samplestore restore BACKUP"
 
@@ -74,6 +75,7 @@ def checked(store: Store, revision: str, backup: Path, put: arrays.Copies) -> li
         run.reap()
     arrays.copy_from(store, Path(f"{backup}{arrays.ARRAYS}"), former, put)
     for run in runs:
+        run.transact(recount)
         if findings := run.check():
             told = "; ".join(f"{f.code}: {f.message} ({f.count} rows)" for f in findings)
             raise BackupError(f"run {run.name!r} of {backup} breaks a promise: {told}. {ANOTHER}")

@@ -14,9 +14,20 @@ from samplestore.cli.output import counts, emit_json, note, pairs, say, table
 from samplestore.words import amount
 
 
-def check(db: Db = None, run: RunName = None, as_json: AsJson = False) -> None:
+def check(
+    db: Db = None,
+    run: RunName = None,
+    recount: Annotated[
+        bool, typer.Option("--recount", help="First make the totals of requests and events anew, from their rows.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Verify every promise that a query can verify. Exit code 5 if one is broken."""
+    from samplestore.verbs.recount import recount as count_again
+
     with opened_run(db, run) as found:
+        if recount:
+            found.transact(count_again)
         findings = found.check()
         name = found.name
     if as_json:

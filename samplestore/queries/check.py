@@ -20,6 +20,8 @@ from samplestore.statements import totals
 from samplestore.types import Finding, RunSettings
 
 EXAMPLES = 5
+TOTALS = ("request_total", "event_total")  # what `recount` makes anew from what is sound
+ANEW = "Make them anew with: samplestore check --recount"
 CHECKS = (
     tokens.segments, tokens.samples, states.groups, states.owners, states.batches, tokens.requests, tokens.retention,
 )  # fmt: skip
@@ -66,7 +68,7 @@ def _ledger(connection: sa.Connection, run_id: int) -> Iterator[Finding]:
 def _requests(connection: sa.Connection, run_id: int) -> Iterator[Finding]:
     kept, counted = ledger.kept_requests(connection, run_id), ledger.counted_requests(connection, run_id)
     yield from _differ(
-        "request_total", "the totals of requests differ from their rows",
+        TOTALS[0], f"the totals of requests differ from their rows. {ANEW}",
         {(reason, name): n for reason, each in kept.items() for name, n in each._asdict().items()},
         {(reason, name): n for reason, each in counted.items() for name, n in each._asdict().items()},
     )  # fmt: skip
@@ -78,7 +80,7 @@ def _events(connection: sa.Connection, run_id: int) -> Iterator[Finding]:
         {(r.kind, r.reason, name): int(getattr(r, name)) for r in connection.execute(query) for name in ("n", "tokens")}
         for query in queries
     )
-    yield from _differ("event_total", "the totals of events differ from their rows", kept, counted)
+    yield from _differ(TOTALS[1], f"the totals of events differ from their rows. {ANEW}", kept, counted)
 
 
 def _differ(code: str, message: str, kept: dict[Any, int], counted: dict[Any, int]) -> Iterator[Finding]:

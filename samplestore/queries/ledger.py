@@ -36,11 +36,9 @@ def read(database: Database, run_id: int, exact: bool) -> dict[str, Any]:
     with database.reading() as connection:
         kept = kept_totals(connection, run_id)
         counted = recounted(connection, run_id) if exact else None
-        of_requests = kept_requests(connection, run_id)
+        of_requests = kept_of_requests = kept_requests(connection, run_id)
         if exact:
-            recounted_requests = counted_requests(connection, run_id)
-            requests_differ = recounted_requests != of_requests
-            of_requests = recounted_requests
+            of_requests = counted_requests(connection, run_id)
         requests = _requests(connection, run_id, of_requests)
         engines = _engines(connection, run_id, requests)
     by_fate: Counter[str] = Counter({fate.value: 0 for fate in Fate})
@@ -66,7 +64,8 @@ def read(database: Database, run_id: int, exact: bool) -> dict[str, Any]:
         told["differences"] = [
             {"fate": f, "reason": r, "version": v, "recounted_minus_kept": d} for (f, r, v), d in sorted(wrong.items())
         ]
-        told["closed"] = not wrong and not requests_differ and requests["unexplained_tokens"] == 0
+        told["request_differences"] = list(_differences(kept_of_requests, of_requests))
+        told["closed"] = not wrong and not told["request_differences"] and requests["unexplained_tokens"] == 0
     return told
 
 
@@ -76,6 +75,14 @@ def kept_requests(connection: sa.Connection, run_id: int) -> dict[str, Amounts]:
 
 def counted_requests(connection: sa.Connection, run_id: int) -> dict[str, Amounts]:
     return totals.by_reason(connection.execute(totals.counted_requests(request.c.run_id == run_id)))
+
+
+def _differences(kept: dict[str, Amounts], counted: dict[str, Amounts]) -> Iterator[dict[str, Any]]:
+    for reason in sorted({*kept, *counted}):
+        change = counted.get(reason, Amounts()).plus(kept.get(reason, Amounts()), -1)
+        for of, n in change._asdict().items():
+            if n:
+                yield {"reason": reason, "of": of, "recounted_minus_kept": n}
 
 
 def _requests(connection: sa.Connection, run_id: int, by_reason: dict[str, Amounts]) -> dict[str, Any]:
@@ -88,7 +95,8 @@ def _requests(connection: sa.Connection, run_id: int, by_reason: dict[str, Amoun
     # By workers: an index leads from each to what it has open.
     mine = sa.select(worker.c.id).where(worker.c.run_id == run_id)
     in_flight = sa.select(sa.func.count()).where(r.worker_id.in_(mine), r.finished_at.is_(None), r.run_id == run_id)
-    last = sa.select(sa.func.max(totals.of_requests.c.at)).where(totals.of_requests.c.run_id == run_id)
+    at = totals.of_requests.c.at
+    last = sa.select(sa.func.max(at)).where(totals.of_requests.c.run_id == run_id, at > 0)
     lost = {reason: amounts.lost for reason, amounts in by_reason.items() if amounts.lost}
     return {
         "finished": total.ended,

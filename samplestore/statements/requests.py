@@ -92,7 +92,8 @@ def _end(*which: sa.ColumnElement[bool]) -> Over:
         .values(of_request)
         .returning(
             request.c.rid, request.c.generated_tokens, request.c.stored_tokens, request.c.prompt_tokens,
-            request.c.cached_tokens, request.c.lost_tokens, request.c.lost_reason,
+            request.c.cached_tokens, request.c.lost_tokens, request.c.lost_reason, request.c.worker_id,
+            request.c.finished_at,
         ),
     )  # fmt: skip
 

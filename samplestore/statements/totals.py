@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from samplestore.clock import db_now
 from samplestore.models import Event, EventTotal, Request, RequestTotal
 from samplestore.statements.prepared import Prepared
 
@@ -48,7 +47,8 @@ def counted_requests(*where: sa.ColumnElement[bool]) -> sa.Select[Any]:
     r = request.c
     known = r.generated_tokens.is_not(None)
     lost = known & (r.lost_tokens != 0)
-    reason = sa.case((lost, sa.func.coalesce(r.lost_reason, "")), else_="").label("reason")
+    text = sa.func.substr(sa.func.coalesce(r.lost_reason, ""), 1, MAX_REASON)
+    reason = sa.case((lost, text), else_="").label("reason")
 
     def number(column: Any, *only: Any) -> Any:
         return sa.func.coalesce(sa.func.sum(column).filter(*only), 0)
@@ -65,7 +65,7 @@ def counted_requests(*where: sa.ColumnElement[bool]) -> sa.Select[Any]:
         "resumed": sa.func.coalesce(sa.func.sum(r.resumed_tokens), 0),
     }
     columns = [amounts[name].label(name) for name in Amounts._fields]
-    return sa.select(reason, *columns).where(*where).group_by(reason)
+    return sa.select(reason, *columns, sa.func.max(r.finished_at).label("at")).where(*where).group_by(reason)
 
 
 def counted_events(*where: sa.ColumnElement[bool]) -> sa.Select[Any]:
@@ -106,18 +106,19 @@ def kept_events(run_id: int, *where: sa.ColumnElement[bool]) -> sa.Select[Any]:
     return sa.select(t.kind, t.reason, *sums).where(t.run_id == run_id, *where).group_by(t.kind, t.reason)
 
 
-def _upsert(insert: Any, table: sa.Table, amounts: tuple[str, ...], **more: Any) -> Prepared:
-    """Add to a total, or start it. One statement on both databases; the two constructs differ in name only."""
+def _upsert(insert: Any, table: sa.Table, amounts: tuple[str, ...], latest: str | None = None) -> Prepared:
+    """Add to a total, or start it. One statement on both databases; the two constructs differ in name only. latest: a
+    column that keeps the larger value."""
     key = [column.name for column in table.primary_key]
-    statement = insert(table).values(**more)
-    added = statement.on_conflict_do_update(
-        index_elements=key,
-        set_={name: table.c[name] + statement.excluded[name] for name in amounts}
-        | {name: statement.excluded[name] for name in more},
-    )
-    return Prepared(added, [*key, *amounts])
+    statement = insert(table)
+    new = statement.excluded
+    changes = {name: table.c[name] + new[name] for name in amounts}
+    if latest is not None:
+        changes[latest] = sa.case((new[latest] > table.c[latest], new[latest]), else_=table.c[latest])
+    added = statement.on_conflict_do_update(index_elements=key, set_=changes)
+    return Prepared(added, [*key, *amounts, *([latest] if latest else [])])
 
 
 _INSERTS: dict[str, Any] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
-ADD_REQUESTS = {name: _upsert(made, of_requests, Amounts._fields, at=db_now()) for name, made in _INSERTS.items()}
+ADD_REQUESTS = {name: _upsert(made, of_requests, Amounts._fields, "at") for name, made in _INSERTS.items()}
 ADD_EVENTS = {name: _upsert(made, of_events, ("n", "tokens")) for name, made in _INSERTS.items()}

@@ -159,12 +159,14 @@ def _free(tx: Tx, stuck: sa.ColumnElement[bool], reason: str) -> tuple[int, int,
     samples_freed = given_up + _free_samples(tx, stuck, reason, suspects)
     stages_freed = tx.execute(_free_owned(stage, tx.run_id, stage.c.status == StageStatus.PENDING.value)).rowcount
     engines_freed = tx.execute(_free_owned(engine, tx.run_id)).rowcount
-    closed = tx.execute(
+    closed = tx.rows(
         sa.update(request)
         .where(request.c.finished_at.is_(None), _gone(request.c.worker_id), request.c.run_id == tx.run_id)
         .values(finished_at=db_now(), lost_reason="worker dead")
+        .returning(request.c.finished_at)
     )
-    tx.requests("", Amounts(unknown=closed.rowcount))
+    for row in closed:
+        tx.requests("", Amounts(unknown=1), row.finished_at)
     return samples_freed, stages_freed, len(held), engines_freed
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from samplestore import codec
 from samplestore.statements import requests as rq
 from samplestore.statements import samples as st
-from samplestore.statements.totals import Amounts
+from samplestore.statements.totals import MAX_REASON, Amounts
 from samplestore.types import Claim, RequestInfo, whole
 from samplestore.verbs import samples
-from samplestore.verbs.tx import Call, Contested, Tx
+from samplestore.verbs.tx import SHARED, Call, Contested, Tx
 
 
 def begin_request(
@@ -75,37 +76,51 @@ def end_request(tx: Tx, info: RequestInfo) -> None:
 
 def end_many(tx: Tx, calls: Sequence[Call]) -> list[None]:
     """`end_request` for several requests."""
-    rows = []
-    for (info,), _ in calls:
-        for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "retractions"):
-            if (value := getattr(info, name)) is not None:
-                whole(name, value)
-        ended = None if info.finish_reason is None else codec.clean_text(info.finish_reason, 100)
-        rows.append(
-            {
-                "rid": info.rid, "run_id": tx.run_id, "engine": info.engine, "prompt_tokens": info.prompt_tokens,
-                "cached_tokens": info.cached_tokens, "generated_tokens": info.generated_tokens,
-                "lost_reason": info.lost_reason, "retractions": info.retractions, "queue_s": info.queue_s,
-                "e2e_s": info.e2e_s, "finish_reason": ended, "spec": info.spec,
-            }
-        )  # fmt: skip
+    told = [_told(tx, info) for (info,), _ in calls]
+    # Of one that is told twice here, what is known counts: as if one had come after the other.
+    rows = list({row["rid"]: row for row in sorted(told, key=lambda row: row["generated_tokens"] is not None)}.values())
     closed = rq.END.rows(tx.connection, rows)
-    _total(tx, closed)
+    for row in closed:
+        tx.as_worker(row.worker_id)
+        _total(tx, row)
     if len(closed) != len(rows):
         done = {row.rid for row in closed}
-        late = rq.END_LATE.rows(tx.connection, [row for row in rows if row["rid"] not in done])
-        tx.requests("", Amounts(unknown=-len(late)))
-        _total(tx, late)
-    return [None] * len(rows)
+        tx.as_worker(SHARED)  # the worker is gone, and so are its totals
+        for row in rq.END_LATE.rows(tx.connection, [row for row in rows if row["rid"] not in done]):
+            tx.requests("", Amounts(unknown=-1))
+            _total(tx, row)
+    return [None] * len(told)
 
 
-def _total(tx: Tx, closed: Sequence[Any]) -> None:
-    for row in closed:
-        if row.generated_tokens is None:
-            tx.requests("", Amounts(unknown=1))
-            continue
-        made = Amounts(
-            ended=1, generated=row.generated_tokens, stored=row.stored_tokens, prompt=row.prompt_tokens or 0,
-            cached=row.cached_tokens or 0, lost=row.lost_tokens,
-        )  # fmt: skip
-        tx.requests((row.lost_reason or "") if row.lost_tokens else "", made)
+def _told(tx: Tx, info: RequestInfo) -> dict[str, Any]:
+    for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "retractions"):
+        if (value := getattr(info, name)) is not None:
+            whole(name, value)
+    return {
+        "rid": info.rid, "run_id": tx.run_id, "engine": info.engine, "prompt_tokens": info.prompt_tokens,
+        "cached_tokens": info.cached_tokens, "generated_tokens": info.generated_tokens,
+        "lost_reason": _text(info.lost_reason, MAX_REASON), "retractions": info.retractions,
+        "queue_s": _seconds(info.queue_s), "e2e_s": _seconds(info.e2e_s),
+        "finish_reason": _text(info.finish_reason, 100), "spec": info.spec,
+    }  # fmt: skip
+
+
+def _text(value: str | None, longest: int) -> str | None:
+    return None if value is None else codec.clean_text(value, longest)
+
+
+def _seconds(value: float | None) -> float | None:
+    """As it is told, or not known: engines also tell NaN."""
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def _total(tx: Tx, row: Any) -> None:
+    """Add a request that has ended to the totals."""
+    if row.generated_tokens is None:
+        tx.requests("", Amounts(unknown=1), row.finished_at)
+        return
+    made = Amounts(
+        ended=1, generated=row.generated_tokens, stored=row.stored_tokens, prompt=row.prompt_tokens or 0,
+        cached=row.cached_tokens or 0, lost=row.lost_tokens,
+    )  # fmt: skip
+    tx.requests((row.lost_reason or "")[:MAX_REASON] if row.lost_tokens else "", made, row.finished_at)

@@ -76,7 +76,7 @@ class Tx:
         self.worker_id = SHARED
         self._deltas: Counter[tuple[int, Key]] = Counter()
         self._events: list[dict[str, Any]] = []
-        self._requests: dict[tuple[int, str], Amounts] = {}  # by worker and reason
+        self._requests: dict[tuple[int, str], tuple[Amounts, float]] = {}  # by worker and reason: and the last end
         self._happened: dict[tuple[int, str, str], tuple[int, int]] = {}  # by worker, kind and reason: how many, tokens
         self._held: set[int] = set()  # groups
 
@@ -177,8 +177,9 @@ class Tx:
         self.as_worker(SHARED)
         for row in self._taken(ledger.total, worker_ids):
             self._deltas[(SHARED, (row.fate, row.reason, row.version))] += row.amount
-        for reason, amounts in totals.by_reason(self._taken(totals.of_requests, worker_ids)).items():
-            self.requests(reason, amounts)
+        taken = self._taken(totals.of_requests, worker_ids)
+        for reason, amounts in totals.by_reason(taken).items():
+            self.requests(reason, amounts, max(row.at for row in taken))
         for row in self._taken(totals.of_events, worker_ids):
             self.happened(row.kind, row.reason, row.n, row.tokens)
 
@@ -188,12 +189,13 @@ class Tx:
 
     # -- totals of requests and events
 
-    def requests(self, reason: str, amounts: Amounts) -> None:
-        """Add to what the run's requests come to; reason: why tokens of them were lost."""
+    def requests(self, reason: str, amounts: Amounts, at: float = 0.0) -> None:
+        """Add to what the run's requests come to. reason: why tokens of them were lost; at: when the last one ended."""
         if not any(amounts):
             return
         key = (self.worker_id, reason)
-        self._requests[key] = self._requests.get(key, Amounts()).plus(amounts)
+        before, last = self._requests.get(key, (Amounts(), 0.0))
+        self._requests[key] = before.plus(amounts), max(last, at)
 
     def happened(self, kind: str, reason: str | None, n: int, tokens: int) -> None:
         """Add to how many events of a kind there are."""
@@ -204,8 +206,10 @@ class Tx:
     def recount(self, *, requests: sa.ColumnElement[bool] | None = None, events: Any = None, times: int = 1) -> None:
         """Add rows that came in another way than by their verbs; times=-1: take off those that are about to go."""
         if requests is not None:
-            for reason, amounts in totals.by_reason(self.rows(totals.counted_requests(requests))).items():
-                self.requests(reason, Amounts().plus(amounts, times))
+            counted = self.rows(totals.counted_requests(requests))
+            last = max((row.at for row in counted if row.at is not None), default=0.0) if times > 0 else 0.0
+            for reason, amounts in totals.by_reason(counted).items():
+                self.requests(reason, Amounts().plus(amounts, times), last)
         if events is not None:
             for row in self.rows(totals.counted_events(events)):
                 self.happened(row.kind, row.reason, times * int(row.n), times * int(row.tokens))
@@ -243,8 +247,8 @@ class Tx:
             self.execute(ledger.ADD[self.connection.dialect.name], rows)
         if self._requests:
             of_requests = [
-                {"run_id": self.run_id, "worker_id": w, "reason": reason, **amounts._asdict()}
-                for (w, reason), amounts in sorted(self._requests.items())
+                {"run_id": self.run_id, "worker_id": w, "reason": reason, **amounts._asdict(), "at": at}
+                for (w, reason), (amounts, at) in sorted(self._requests.items())
             ]
             self.execute(totals.ADD_REQUESTS[self.connection.dialect.name], of_requests)
         if self._happened:

@@ -16,9 +16,11 @@ from tests.worker.conftest import Bench
 STALLED = Script(stall_after=12)  # 12 tokens, then silence until the test or an abort ends it
 
 
-def in_flight(bench: Bench, script: Script = STALLED, samples: int = 4, **flags: Any) -> tuple[Process, ScriptedEngine]:
+def in_flight(
+    bench: Bench, script: Script = STALLED, samples: int = 4, heartbeat_ttl_s: float = 30.0, **flags: Any
+) -> tuple[Process, ScriptedEngine]:
     """A worker with all samples in flight, each with some tokens stored."""
-    bench.make_run(samples_per_prompt=samples)
+    bench.make_run(samples_per_prompt=samples, heartbeat_ttl_s=heartbeat_ttl_s)
     engine = bench.engine(script)
     worker = bench.worker(engine, **flags)
     wait_running([engine], samples)
@@ -38,6 +40,19 @@ def test_sigterm_keeps_what_is_in_flight(any_bench: Bench, mode: str) -> None:
     reasons = {event["reason"] for event in factory.events(any_bench.run, "abort")}
     assert reasons == {"worker got SIGTERM"}
     assert len(any_bench.run.claim(any_bench.run.register(), 10)) == 4, "resumable by the next worker"
+    any_bench.sound()
+
+
+def test_a_worker_leaves_a_database_that_was_migrated(any_bench: Bench) -> None:
+    """Its statements are those of another schema."""
+    worker, engine = in_flight(any_bench, heartbeat_ttl_s=2)
+    now = factory.value(any_bench.run, "SELECT version_num FROM alembic_version")
+    factory.execute(any_bench.run, "UPDATE alembic_version SET version_num = '9999'")
+    assert worker.wait(30) == 0, worker.log()
+    assert "schema revision 9999" in worker.log() and "Start it again" in worker.log()
+    factory.execute(any_bench.run, "UPDATE alembic_version SET version_num = :v", v=now)
+    assert engine.idle()
+    assert set(any_bench.statuses()) == {"aborted"} and any_bench.unowned()
     any_bench.sound()
 
 
