@@ -36,6 +36,7 @@ def steps(t: Trajectory, found: Evidence) -> list[Step]:
     """What happened, in order of time."""
     made = [Step(t.sample["created_at"], "created", look.GREY)]
     began = {r["rid"]: r["started_at"] for r in found.requests}  # before its first tokens were stored
+    starts = list(began.values())
     for span in t.spans:
         if span.kind == "generated":
             version = look.version_name(span.version_min, span.version_max)
@@ -50,7 +51,9 @@ def steps(t: Trajectory, found: Evidence) -> list[Step]:
         if e["kind"] in STOPS:
             made.append(Step(e["at"], STOPS[e["kind"]] + why, look.ORANGE))
         elif e["kind"] == "resume":
-            made.append(Step(e["at"], f"↻ resumed with {amount(e['tokens'] or 0, 'token')}", look.SKY))
+            # it is written a moment after the request that it tells of, in the same transaction
+            at = max((start for start in starts if start <= e["at"]), default=e["at"])
+            made.append(Step(at, f"↻ resumed with {amount(e['tokens'] or 0, 'token')}", look.SKY))
         elif e["kind"] in OF_GROUP:
             made.append(Step(e["at"], f"group {OF_GROUP[e['kind']]}{why}", look.VERMILLION))
     s = t.sample
