@@ -14,6 +14,7 @@ from samplestore.statements import ledger as st
 from samplestore.statements import totals
 from samplestore.statements.totals import Amounts
 from samplestore.states import Fate
+from samplestore.words import amount, amount_is
 
 request, engine, worker = Request.__table__, EngineRow.__table__, Worker.__table__
 
@@ -144,9 +145,9 @@ def _inexact(rows: Sequence[Any], requests: dict[str, Any]) -> Iterator[str]:
     if not rows:
         yield "no engine is known"
     if requests["in_flight"]:
-        yield f"{requests['in_flight']} requests are in flight"
+        yield f"{amount_is(requests['in_flight'], 'request')} in flight"
     if unknown := requests["worker_died_before_it_knew"]:
-        yield f"of {unknown} requests nobody knows how much was generated"
+        yield f"of {amount(unknown, 'request')} nobody knows how much was generated"
     if silent := [row.url for row in rows if row.counter_at is None]:
         yield f"no counter is told by {_some(silent)}"
     last = requests["last_finished_at"]

@@ -232,7 +232,7 @@ def test_list_live_asks_each_engine(cli: Cli, small: Small, two: list[ScriptedEn
     with samplestore.open(small.url) as store:
         store.existing_run("small").transact(lambda tx: weights.see_engine(tx, silent, None))
     answer = cli("engines", "list", "--live", "--db", small.url)
-    assert answer.code == 4 and f"1 of 3 engines are not well; {silent}" in answer.err
+    assert answer.code == 4 and f"1 of 3 engines is not well; {silent}" in answer.err
 
 
 def test_engines_of_a_router(cli: Cli, processes: Processes, two: list[ScriptedEngine]) -> None:

@@ -298,10 +298,10 @@ def test_what_makes_the_difference_inexact_is_said(run: Run) -> None:
     assert inexact(run) == "" and run.ledger()["engines"]["unaccounted"] == 0
     (claim,) = run.claim(f.register(run), 1)
     run.begin_request(claim, "b")
-    assert inexact(run) == "1 requests are in flight"
+    assert inexact(run) == "1 request is in flight"
     run.end_request(RequestInfo("b", lost_reason="worker dead"))
     look(run, 5)
-    assert inexact(run) == "of 1 requests nobody knows how much was generated"
+    assert inexact(run) == "of 1 request nobody knows how much was generated"
 
 
 def test_engines_of_other_runs_are_not_counted(run: Run, store: Store) -> None:
