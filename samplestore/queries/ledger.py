@@ -44,10 +44,10 @@ def read(database: Database, run_id: int, exact: bool) -> dict[str, Any]:
         engines = _engines(connection, run_id, requests)
     by_fate: Counter[str] = Counter({fate.value: 0 for fate in Fate})
     reasons: Counter[str] = Counter()
-    for (fate, reason, _), amount in kept.items():
-        by_fate[fate] += amount
+    for (fate, reason, _), n in kept.items():
+        by_fate[fate] += n
         if reason:
-            reasons[reason] += amount
+            reasons[reason] += n
     told = {
         "generated": sum(kept.values()),
         "by_fate": dict(by_fate),
