@@ -101,7 +101,7 @@ def test_what_a_branch_shares_is_taken_from_its_budget(bench: Bench) -> None:
 def test_a_branch_may_speak_before_its_parent(bench: Bench, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
-    tiny_model._write_tokenizer(model)
+    tiny_model.write_tokenizer(model)
     given = {"samples_per_prompt": 1, "groups_per_step": 1, "max_staleness": 0, "epochs": 1, "max_new_tokens": 60}
     bench.run = bench.store.run("r", max_attempts=1, **given)
     bench.run.add_prompts([{"prompt": [{"role": "user", "content": "two and two?"}]}], tokenizer=model)

@@ -21,7 +21,7 @@ CHANGING = (
 
 
 def tokenizer_with(folder: Path, template: str | None = None) -> Tokenizer:
-    tiny_model._write_tokenizer(folder)
+    tiny_model.write_tokenizer(folder)
     if template is not None:
         config = folder / "tokenizer_config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": template}))

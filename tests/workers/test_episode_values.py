@@ -108,7 +108,7 @@ def test_one_call_at_a_time() -> None:
 
 def test_say_needs_the_prompt_of_its_template(tmp_path: Path) -> None:
     """Tokens that the template would not have written: of another tokenizer, or with images expanded."""
-    tiny_model._write_tokenizer(tmp_path)
+    tiny_model.write_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     messages = [{"role": "user", "content": "go"}]
     right = tokenizer.encode(tokenizer.render(messages)).tolist()
