@@ -15,7 +15,8 @@ from samplestore.states import WorkerState
 from samplestore.types import RequestInfo
 from samplestore.verbs import requests, weights
 from samplestore.verbs.recount import recount
-from tests.support import factory as f
+
+from ..support import factory as f
 
 URL = "http://e"
 
