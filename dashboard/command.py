@@ -194,4 +194,5 @@ def _become_server(db: str, host: str, port: int, tokenizer: str | None, allow_a
     app = Path(__file__).with_name("app.py")
     args = [f"--{key}={value}" for key, value in flags.items()]
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "streamlit", "run", str(app), *args], environment)  # noqa: S606 - no shell is what we want
+    command = [sys.executable, "-m", "samplestore.dashboard.server", "run", str(app), *args]
+    os.execve(command[0], command, environment)  # noqa: S606 - no shell is what we want

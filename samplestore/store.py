@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from typing import Any
 
 import sqlalchemy as sa
@@ -66,12 +67,11 @@ class Store:
         what can be no name."""
         if name:
             plain_text("run", name, MAX_NAME)
-        known = self.run_names()
         if name is None:
-            name = next((n for n in reversed(known) if not n.startswith(UNFINISHED)), None)
+            name = next((n for n in reversed(self.run_names()) if not n.startswith(UNFINISHED)), None)
         found = self._find(name) if name is not None else None
         if found is None:
-            raise RunNotFound(name or "", known)
+            raise RunNotFound(name or "", self.run_names())
         return found
 
     def run_names(self) -> list[str]:
@@ -173,11 +173,11 @@ def lock_names(connection: sa.Connection) -> None:
         connection.execute(sa.text("LOCK TABLE run IN SHARE ROW EXCLUSIVE MODE"))
 
 
-def open(url: str, *, create: bool = True, durability: str = "normal", busy_s: float = 30.0) -> Store:
+def open(url: str | PathLike[str], *, create: bool = True, durability: str = "normal", busy_s: float = 30.0) -> Store:
     """Open a store. Bare paths and sqlite:/// URLs are SQLite files, postgresql:// a server.
 
     create: make and migrate a SQLite file that is not there. Raises DatabaseMissing, SchemaMismatch,
-    UnsupportedFileSystem.
+    UnsupportedFileSystem, StoreUnavailable where the server does not answer, DatabaseUnusable.
     """
     database = Database(url, durability=durability, busy_s=busy_s)
     try:
@@ -187,7 +187,8 @@ def open(url: str, *, create: bool = True, durability: str = "normal", busy_s: f
             migrations.upgrade(database)
         elif create and database.is_sqlite and migrations.is_blank(database):
             migrations.upgrade(database)  # somebody is creating it at this moment: wait for them at the gate
-        migrations.require_current(database)
+        with database.answering():
+            migrations.require_current(database)
     except BaseException:  # Ctrl-C while it waits for the gate too: nobody else could close it
         database.close()
         raise

@@ -53,8 +53,8 @@ Told = Iterator[tuple[str, Any]]
 
 
 def _all(c: sa.Connection, run_id: int, settings: RunSettings) -> Told:
-    row = c.execute(sa.select(run).where(run.c.id == run_id)).one()
-    now = float(c.execute(sa.select(db_now())).scalar_one())
+    row = c.execute(sa.select(run, db_now().label("now")).where(run.c.id == run_id)).one()
+    now = float(row.now)
     yield "weights/version", row.current_version
     yield "weights/timeline", row.timeline
     yield from _tokens(c, run_id)

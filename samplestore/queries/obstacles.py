@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from samplestore.clock import db_now
 from samplestore.logs import mask
 from samplestore.models import BatchRow, EngineRow, Event, SampleGroup, Timeline, WeightVersionRow, one_of
-from samplestore.states import LIVE_BATCH, GroupState
+from samplestore.states import LIVE_BATCH, PROMPT_REFUSED, GroupState
 from samplestore.words import amount, which
 
 batch, engine, event, group, timeline, version = (
@@ -42,10 +42,10 @@ def left_behind(connection: sa.Connection, run_row: Any) -> str | None:
     live = int(connection.execute(sa.select(sa.func.count()).where(of_run)).scalar_one())
     return (
         f"{len(rows)} of {amount(live, 'engine')} {which(len(rows), 'does', 'do')} not serve the run's version "
-        f"{run_row.current_version} "
-        f"({rows[0].url} serves {rows[0].version}), which was published {max(0.0, at.age):.0f} s ago without a path: "
-        "workers bring no engine to it, and groups of older weights fall out of the window without end. Who publishes "
-        f"so has to load the weights himself: samplestore engines update --path MODEL --label {at.label}"
+        f"{run_row.current_version} ({rows[0].url} serves {rows[0].version}), which was published "
+        f"{max(0.0, at.age):.0f} s ago without a path: workers bring no engine to it, and groups of older weights fall "
+        "out of the window without end. Who publishes so has to load the weights himself: samplestore engines update "
+        f"--path MODEL --label {at.label}"
     )
 
 
@@ -103,6 +103,35 @@ def drop_reasons(connection: sa.Connection, run_id: int) -> str:
         sa.select(last.c.reason, times).group_by(last.c.reason).order_by(times.desc(), last.c.reason).limit(3)
     )
     return "; ".join(f"{shown(reason)} ({n})" for reason, n in rows)
+
+
+def refused_prompts(connection: sa.Connection, run_row: Any) -> str | None:
+    """Prompts that no engine can take, among the groups that were dropped last, and the newest reason. None where there
+    are none."""
+    last = (
+        sa.select(group.c.prompt_id, group.c.number, group.c.reason)
+        .where(
+            group.c.run_id == run_row.id, group.c.state == GroupState.DROPPED.value, group.c.evaluation_id.is_(None)
+        )
+        .order_by(group.c.number.desc())
+        .limit(MOST)
+        .subquery()
+    )  # fmt: skip
+    rows = connection.execute(
+        sa.select(last.c.prompt_id, last.c.number, last.c.reason)
+        .where(last.c.reason.startswith(PROMPT_REFUSED))
+        .order_by(last.c.number.desc())
+    ).fetchall()
+    n = len({row.prompt_id for row in rows})
+    if n == 0:
+        return None
+    return (
+        f"{amount(n, 'prompt')} of {run_row.n_prompts:,} {which(n, 'was', 'were')} refused, and "
+        f"{which(n, 'is', 'are')} not served again: no engine can take {which(n, 'it', 'them')}. The newest, of group "
+        f"{rows[0].number}: "
+        f"{shown(rows[0].reason.removeprefix(PROMPT_REFUSED))}. Once one can: samplestore requeue {rows[0].number}/0 "
+        "--reason TEXT"
+    )
 
 
 def shown(text: Any) -> str:

@@ -18,11 +18,16 @@ PENDING_STAGE = stage.c.status == sa.literal_column(repr(StageStatus.PENDING.val
 
 def pending(connection: sa.Connection, run_id: int) -> dict[str, int]:
     """How many stages wait for somebody, or are with somebody, by name."""
-    found: Counter[str] = Counter()
     # in two counts, each with an index that holds nothing else: there is none over all pending stages
-    for owned in (stage.c.owner.is_(None), stage.c.owner.is_not(None)):
-        query = sa.select(stage.c.name, sa.func.count()).where(stage.c.run_id == run_id, PENDING_STAGE, owned)
-        found.update({name: int(n) for name, n in connection.execute(query.group_by(stage.c.name))})
+    parts = (
+        sa.select(stage.c.name, sa.func.count().label("n"))
+        .where(stage.c.run_id == run_id, PENDING_STAGE, owned)
+        .group_by(stage.c.name)
+        for owned in (stage.c.owner.is_(None), stage.c.owner.is_not(None))
+    )
+    found: Counter[str] = Counter()
+    for name, n in connection.execute(sa.union_all(*parts)):
+        found[name] += int(n)
     return dict(sorted(found.items()))
 
 

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from samplestore.models import BatchGroup, BatchRow, Sample, SampleGroup
 from samplestore.statements import staleness
-from samplestore.states import IN_WINDOW, LIVE_BATCH, GroupState, StalePolicy
+from samplestore.states import IN_WINDOW, LIVE_BATCH, TAKEN, GroupState, StalePolicy
 from samplestore.types import RunSettings
 from samplestore.words import amount, which
 
@@ -54,9 +54,8 @@ def _told(connection: sa.Connection, run_id: int, settings: RunSettings) -> Iter
     n, most = regenerated(connection, run_id)
     if n:
         yield (
-            f"{amount(n, 'group')} in the window {which(n, 'was', 'were')} started afresh {AGAIN} times or more, "
-            "at most "
-            f"{most} times: {which(n, 'it is', 'they are')} too old whenever {which(n, 'it is', 'they are')} done"
+            f"{amount(n, 'group')} in the window {which(n, 'was', 'were')} started afresh {AGAIN} times or more, at "
+            f"most {most} times: {which(n, 'it is', 'they are')} too old whenever {which(n, 'it is', 'they are')} done"
         )
     if settings.stale == StalePolicy.SKIP:
         source, lag, ready = staleness.ready_groups(run_id, settings.staleness_mode)
@@ -74,7 +73,7 @@ def _told(connection: sa.Connection, run_id: int, settings: RunSettings) -> Iter
 def _lost_prompts(run_id: int, chances: int) -> Any:
     """How many prompts have at least so many stale groups, and none that may still be, or was, trained on."""
     other = group.alias("other")
-    hope = [s.value for s in (*IN_WINDOW, GroupState.LEASED, GroupState.CONSUMED)]
+    hope = [s.value for s in (*IN_WINDOW, *TAKEN)]
     lost = (
         sa.select(group.c.prompt_id)
         .where(

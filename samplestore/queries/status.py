@@ -27,34 +27,46 @@ RESUMED = sample.c.n_resumes > sa.literal_column("0")  # written out: a planner 
 def status(database: Database, run_id: int) -> dict[str, Any]:
     """Counts of samples and groups, staleness of ready groups, workers, engines, last batches, aborts."""
     with database.reading() as connection:
-        row = connection.execute(sa.select(run).where(run.c.id == run_id)).one()
         return {
-            "run": row.name,
-            "uuid": row.uuid,
-            "state": row.state,
-            "as_of": float(connection.execute(sa.select(db_now())).scalar_one()),
-            "current_version": row.current_version,
-            "mode": RunSettings.parse(row.settings).mode,
-            "step_over": row.step_over == row.current_version,
-            "timeline": row.timeline,
-            "epoch": row.epoch,
-            "prompts": row.n_prompts,
-            "datasets": _datasets(connection, run_id),
-            "groups": _groups(connection, run_id),
-            "samples": _counts(connection, sample.c.status, sample.c.run_id == run_id, [s.value for s in SampleStatus]),
-            "dropped": drop_reasons(connection, run_id),
-            "in_flight": _scalar(connection, sample.c.run_id == run_id, sample.c.owner.is_not(None)),
-            "resumed_samples": _scalar(connection, sample.c.run_id == run_id, RESUMED),
+            **_totals(connection, run_id),
             "staleness": staleness_histogram(connection, run_id, GroupState.READY),
-            "starving": starving(connection, run_id, RunSettings.parse(row.settings)),
-            "aborts": abort_reasons(connection, run_id),
-            "failures": failures(connection, run_id),
             "workers": _workers(connection, run_id),
             "engines": _engines(connection, run_id),
-            "batches": _batches(connection, run_id),
-            "stages": stages.pending(connection, run_id),
-            "arrays": arrays.sizes(connection, run_id),
         }
+
+
+def totals_of(database: Database, run_id: int) -> dict[str, Any]:
+    """The part of a status that counts over the whole run."""
+    with database.reading() as connection:
+        return _totals(connection, run_id)
+
+
+def _totals(connection: sa.Connection, run_id: int) -> dict[str, Any]:
+    row = connection.execute(sa.select(run, db_now().label("as_of")).where(run.c.id == run_id)).one()
+    return {
+        "run": row.name,
+        "uuid": row.uuid,
+        "state": row.state,
+        "as_of": float(row.as_of),
+        "current_version": row.current_version,
+        "mode": RunSettings.parse(row.settings).mode,
+        "step_over": row.step_over == row.current_version,
+        "timeline": row.timeline,
+        "epoch": row.epoch,
+        "prompts": row.n_prompts,
+        "datasets": _datasets(connection, run_id),
+        "groups": _groups(connection, run_id),
+        "samples": _counts(connection, sample.c.status, sample.c.run_id == run_id, [s.value for s in SampleStatus]),
+        "dropped": drop_reasons(connection, run_id),
+        "in_flight": _scalar(connection, sample.c.run_id == run_id, sample.c.owner.is_not(None)),
+        "resumed_samples": _scalar(connection, sample.c.run_id == run_id, RESUMED),
+        "starving": starving(connection, run_id, RunSettings.parse(row.settings)),
+        "aborts": abort_reasons(connection, run_id),
+        "failures": failures(connection, run_id),
+        "batches": _batches(connection, run_id),
+        "stages": stages.pending(connection, run_id),
+        "arrays": arrays.sizes(connection, run_id),
+    }
 
 
 def _scalar(connection: sa.Connection, *where: Any) -> int:

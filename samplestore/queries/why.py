@@ -66,47 +66,32 @@ def _ready(
     source, lag, ready = staleness.ready_groups(run_id, mode)
     run_source, run_lag, _ = staleness.ready_groups(run_id, settings.staleness_mode)
 
-    def count(among: Any, *where: Any) -> int:
-        query = sa.select(sa.func.count()).select_from(among).where(ready, *where)
-        return int(connection.execute(query).scalar_one())
-
     masked = policy is StalePolicy.MASK
-    inside = count(source, lag.is_not(None) if masked else lag <= window)
-    counted = count(
-        run_source, run_lag <= settings.max_staleness if settings.stale == StalePolicy.SKIP else run_lag.is_not(None)
-    )
+    found = _tally(
+        connection, source, ready,
+        inside=lag.is_not(None) if masked else lag <= window, outside=lag > window, unknown=lag.is_(None),
+    )  # fmt: skip
+    fills = run_lag <= settings.max_staleness if settings.stale == StalePolicy.SKIP else run_lag.is_not(None)
+    counted = _tally(connection, run_source, ready, counted=fills)["counted"]
     stays = policy in (StalePolicy.SKIP, StalePolicy.MASK)
     return {
-        "inside": inside,
-        "outside": 0 if masked else count(source, lag > window),
-        "unknown": count(source, lag.is_(None)),
+        "inside": found["inside"],
+        "outside": 0 if masked else found["outside"],
+        "unknown": found["unknown"],
         "counted": counted,
-        "held": max(0, counted - inside) if stays else 0,
+        "held": max(0, counted - found["inside"]) if stays else 0,
     }
 
 
-def _facts(connection: sa.Connection, run_id: int, settings: RunSettings) -> dict[str, Any]:
-    def count(*where: Any) -> int:
-        return int(connection.execute(sa.select(sa.func.count()).where(*where)).scalar_one())
+def _tally(connection: sa.Connection, among: Any, where: Any, **parts: Any) -> dict[str, int]:
+    """How many rows `among` a table meet each condition, by the name given to it: one pass, one round trip."""
+    counts = (sa.func.count().filter(condition).label(name) for name, condition in parts.items())
+    row = connection.execute(sa.select(*counts).select_from(among).where(where)).one()
+    return {name: int(n) for name, n in row._mapping.items()}
 
-    unfinished = sa.and_(
-        sample.c.run_id == run_id, sample.c.status.in_([s.value for s in CLAIMABLE]), sample.c.closed == 0
-    )
+
+def _facts(connection: sa.Connection, run_id: int, settings: RunSettings) -> dict[str, Any]:
     row = connection.execute(sa.select(run).where(run.c.id == run_id)).one()
-    live = sa.and_(worker.c.run_id == run_id, worker.c.state == WorkerState.LIVE.value)
-    error = connection.execute(
-        sa.select(worker.c.name, worker.c.error)
-        .where(worker.c.run_id == run_id, worker.c.error.is_not(None))
-        .order_by(worker.c.id.desc())
-        .limit(1)
-    ).one_or_none()
-    broken = connection.execute(
-        sa.select(engine.c.url, engine.c.error)
-        .where(engine.c.run_id == run_id, engine.c.state == "failed")
-        .order_by(engine.c.updated_at.desc())
-        .limit(1)
-    ).one_or_none()
-    stale = sa.and_(group.c.run_id == run_id, group.c.state == GroupState.STALE.value)
     since = obstacles.last_batch_at(connection, row)
     served, fails = False, None
     try:
@@ -115,52 +100,77 @@ def _facts(connection: sa.Connection, run_id: int, settings: RunSettings) -> dic
         fails = broke.allowed
     return {
         "run": row,
-        "unfinished": count(
-            group.c.run_id == run_id,
-            group.c.state.in_([s.value for s in UNFINISHED_GROUP]),
-            group.c.evaluation_id.is_(None),
-        ),
-        "evaluating": count(
-            group.c.run_id == run_id,
-            group.c.state.in_([s.value for s in UNFINISHED_GROUP]),
-            group.c.evaluation_id.is_not(None),
-        ),
+        **_of_groups(connection, run_id),
+        **_of_samples(connection, run_id),
+        **_of_workers(connection, run_id),
+        **_of_engines(connection, run_id),
         "again": regenerated(connection, run_id),
-        "expired": count(stale, group.c.reason != staleness.UNKNOWN),
-        "closed_unknown": count(stale, group.c.reason == staleness.UNKNOWN),
-        "leased": count(group.c.run_id == run_id, group.c.state == GroupState.LEASED.value),
-        "owned": count(unfinished, sample.c.owner.is_not(None)),
-        "owned_groups": int(
-            connection.execute(
-                sa.select(sa.func.count(sa.distinct(sample.c.group_id))).where(unfinished, sample.c.owner.is_not(None))
-            ).scalar_one()
-        ),
-        "waiting": count(unfinished, sample.c.owner.is_(None), sample.c.not_before <= db_now()),
-        "backing_off": count(unfinished, sample.c.owner.is_(None), sample.c.not_before > db_now()),
         "served": served and bool(row.n_groups),
         "curriculum_fails": fails,
         "stages": stages.pending(connection, run_id),
         "serves": stages.served(connection, run_id),
-        "rollout_workers": count(live, worker.c.kind == WorkerKind.ROLLOUT.value),
-        "silent": count(live, worker.c.heartbeat < db_now() - worker.c.ttl_s),
-        "engines": count(engine.c.run_id == run_id, engine.c.state != "gone"),
         "generated": bool(
             connection.execute(sa.select(sa.exists().where(ledger.c.run_id == run_id, ledger.c.amount > 0))).scalar()
         ),
-        "failed_engines": count(engine.c.run_id == run_id, engine.c.state == "failed"),
-        "strange_engines": count(
-            engine.c.run_id == run_id, engine.c.state == "live", engine.c.version.is_(None), engine.c.label.is_not(None)
-        ),
-        "dropped": count(
-            group.c.run_id == run_id, group.c.state == GroupState.DROPPED.value, group.c.evaluation_id.is_(None)
-        ),
         "drop_reasons": obstacles.drop_reasons(connection, run_id),
+        "refused_prompts": obstacles.refused_prompts(connection, row),
         "left_behind": obstacles.left_behind(connection, row),
         "failing_samples": obstacles.failing(connection, run_id, "fail", since),
         "failing_stages": obstacles.failing(connection, run_id, "stage_failed", since),
-        "worker_error": error,
-        "engine_error": broken,
     }
+
+
+def _of_groups(connection: sa.Connection, run_id: int) -> dict[str, int]:
+    state, reason, mine = group.c.state, group.c.reason, group.c.evaluation_id.is_(None)
+    unfinished = state.in_([s.value for s in UNFINISHED_GROUP])
+    stale = state == GroupState.STALE.value
+    not_consumed = state.in_([s.value for s in GroupState if s is not GroupState.CONSUMED])  # those are the most
+    return _tally(
+        connection, group, (group.c.run_id == run_id) & not_consumed,
+        unfinished=unfinished & mine, evaluating=unfinished & ~mine,
+        expired=stale & (reason != staleness.UNKNOWN), closed_unknown=stale & (reason == staleness.UNKNOWN),
+        leased=state == GroupState.LEASED.value, dropped=(state == GroupState.DROPPED.value) & mine,
+    )  # fmt: skip
+
+
+def _of_samples(connection: sa.Connection, run_id: int) -> dict[str, int]:
+    owned, due = sample.c.owner.is_not(None), sample.c.not_before <= db_now()
+    n, groups = sa.func.count(), sa.func.count(sa.distinct(sample.c.group_id))
+    row = connection.execute(
+        sa.select(
+            n.filter(owned).label("owned"), groups.filter(owned).label("owned_groups"),
+            n.filter(~owned, due).label("waiting"), n.filter(~owned, ~due).label("backing_off"),
+        ).where(
+            sample.c.run_id == run_id, sample.c.status.in_([s.value for s in CLAIMABLE]), sample.c.closed == 0
+        )
+    ).one()  # fmt: skip
+    return dict(row._mapping)
+
+
+def _of_workers(connection: sa.Connection, run_id: int) -> dict[str, Any]:
+    of_run = worker.c.run_id == run_id
+    newest = sa.select(worker.c.name, worker.c.error).where(of_run, worker.c.error.is_not(None))
+    return {
+        **_tally(
+            connection, worker, of_run & (worker.c.state == WorkerState.LIVE.value),
+            rollout_workers=worker.c.kind == WorkerKind.ROLLOUT.value,
+            silent=worker.c.heartbeat < db_now() - worker.c.ttl_s,
+        ),
+        "worker_error": connection.execute(newest.order_by(worker.c.id.desc()).limit(1)).one_or_none(),
+    }  # fmt: skip
+
+
+def _of_engines(connection: sa.Connection, run_id: int) -> dict[str, Any]:
+    of_run, failed = engine.c.run_id == run_id, engine.c.state == "failed"
+    newest = sa.select(engine.c.url, engine.c.error).where(of_run, failed)
+    return {
+        **_tally(
+            connection, engine, of_run & (engine.c.state != "gone"),
+            engines=sa.true(), failed_engines=failed,
+            strange_engines=(engine.c.state == "live") & engine.c.version.is_(None) & engine.c.label.is_not(None),
+        ),
+        "engine_error": connection.execute(newest.order_by(engine.c.updated_at.desc()).limit(1)).one_or_none(),
+    }  # fmt: skip
 
 
 def _unscored(waiting: dict[str, int], serves: set[str]) -> str:
@@ -200,8 +210,7 @@ def _of_service(f: dict[str, Any]) -> Any:
         yield (
             "strange_engines",
             f"{f['strange_engines']} of {amount(f['engines'], 'engine')} "
-            f"{which(f['strange_engines'], 'serves', 'serve')} "
-            "weights that this run has not published "
+            f"{which(f['strange_engines'], 'serves', 'serve')} weights that this run has not published "
             "(samplestore engines update --path MODEL --label default)",
         )
     if f["left_behind"] is not None:
@@ -234,6 +243,54 @@ def _of_work(f: dict[str, Any], settings: RunSettings) -> Any:
         yield "backing_off", f"{amount(f['backing_off'], 'sample')} {again} tried again"
 
 
+def _of_window(f: dict[str, Any], settings: RunSettings, needed: int, window: int) -> Any:
+    if f["outside"]:
+        are = which(f["outside"], "is", "are")
+        yield "too_stale", f"{amount(f['outside'], 'ready group')} {are} more than {amount(window, 'version')} behind"
+    if (
+        f["held"]
+        and f["unfinished"] + f["counted"] >= settings.window_groups
+        and f["inside"] + f["unfinished"] < needed
+    ):
+        yield (
+            "window_held",
+            f"{amount(f['held'], 'ready group')} that this batch passes over {which(f['held'], 'fills', 'fill')} the "
+            f"run's window of {settings.window_groups}: nothing is admitted in their place. Ask with "
+            f"max_staleness={settings.max_staleness}, or stale='expire' or 'regenerate'",
+        )
+    if n := f["unknown"] + f["closed_unknown"]:
+        yield (
+            "unknown_version",
+            f"{amount(n, 'group')} {which(n, 'has', 'have')} tokens of an unknown weight version: "
+            f"{which(n, 'it is', 'they are')} never delivered (samplestore engines list)",
+        )
+    if f["again"][0]:
+        yield (
+            "regenerated",
+            f"{amount(f['again'][0], 'group')} in the window {which(f['again'][0], 'was', 'were')} started afresh "
+            f"{AGAIN} times or more (at most {f['again'][1]}): what takes that long may never arrive. A larger "
+            "max_staleness or stale='mask' lets it through",
+        )
+
+
+def _of_admission(f: dict[str, Any], settings: RunSettings, needed: int, step_over: bool) -> Any:
+    if f["curriculum_fails"] is not None:
+        yield "curriculum_fails", f"the run's curriculum must be {f['curriculum_fails']}; no prompt is served"
+    elif f["served"]:
+        yield "prompts_used_up", _used_up(f["run"], settings)
+    elif needed > settings.window_groups:
+        yield (
+            "window_too_small",
+            f"{amount_is(needed, 'group')} asked for, but the window admits {settings.window_groups} "
+            f"({'(max_staleness + 1) x groups_per_step' if settings.mode == RolloutMode.ASYNC else 'one step'})",
+        )
+    elif f["unfinished"] == 0 and not step_over and (room := settings.window_groups - f["counted"]) > 0:
+        yield (
+            "nothing_admitted",
+            f"no group is under way and {room:,} more may be; workers and waiting trainers admit them",
+        )
+
+
 def _reasons(f: dict[str, Any], settings: RunSettings, needed: int, window: int) -> Any:
     row = f["run"]
     if f["inside"] >= needed:
@@ -250,35 +307,7 @@ def _reasons(f: dict[str, Any], settings: RunSettings, needed: int, window: int)
         yield "no_prompts", "the run has no prompts (samplestore add-prompts FILE)"
         return
     yield from _of_service(f)
-    if f["outside"]:
-        are = which(f["outside"], "is", "are")
-        yield "too_stale", f"{amount(f['outside'], 'ready group')} {are} more than {amount(window, 'version')} behind"
-    if (
-        f["held"]
-        and f["unfinished"] + f["counted"] >= settings.window_groups
-        and f["inside"] + f["unfinished"] < needed
-    ):
-        yield (
-            "window_held",
-            f"{amount(f['held'], 'ready group')} that this batch passes over {which(f['held'], 'fills', 'fill')} the "
-            f"run's window of {settings.window_groups}: nothing is admitted in their place. Ask with "
-            f"max_staleness={settings.max_staleness}, or "
-            "stale='expire' or 'regenerate'",
-        )
-    if n := f["unknown"] + f["closed_unknown"]:
-        yield (
-            "unknown_version",
-            f"{amount(n, 'group')} {which(n, 'has', 'have')} tokens of an unknown weight version: "
-            f"{which(n, 'it is', 'they are')} never delivered (samplestore engines list)",
-        )
-    if f["again"][0]:
-        yield (
-            "regenerated",
-            f"{amount(f['again'][0], 'group')} in the window {which(f['again'][0], 'was', 'were')} started afresh "
-            f"{AGAIN} times or more (at most {f['again'][1]}): what takes that long may never arrive. A larger "
-            "max_staleness or stale='mask' lets "
-            "it through",
-        )
+    yield from _of_window(f, settings, needed, window)
     yield from _of_work(f, settings)
     if f["evaluating"]:
         are = which(f["evaluating"], "is", "are")
@@ -287,25 +316,11 @@ def _reasons(f: dict[str, Any], settings: RunSettings, needed: int, window: int)
             f"{amount(f['evaluating'], 'group')} of evaluations {are} under way (samplestore eval --list)",
         )
     if f["leased"]:
-        yield "leased", f"{amount_is(f['leased'], 'group')} held by a trainer's batch"
-    if f["curriculum_fails"] is not None:
-        yield "curriculum_fails", f"the run's curriculum must be {f['curriculum_fails']}; no prompt is served"
-    elif f["served"]:
-        yield "prompts_used_up", _used_up(row, settings)
-    elif needed > settings.window_groups:
-        yield (
-            "window_too_small",
-            (
-                f"{amount_is(needed, 'group')} asked for, but the window admits "
-                f"{settings.window_groups} "
-                f"({'(max_staleness + 1) x groups_per_step' if settings.mode == RolloutMode.ASYNC else 'one step'})"
-            ),
-        )
-    elif f["unfinished"] == 0 and not step_over and (room := settings.window_groups - f["counted"]) > 0:
-        yield (
-            "nothing_admitted",
-            f"no group is under way and {room:,} more may be; workers and waiting trainers admit them",
-        )
+        held = f"{amount_is(f['leased'], 'group')} held by a trainer's batch"
+        yield "leased", f"{held}, which is neither committed nor given back"
+    if f["refused_prompts"] is not None:
+        yield "refused_prompts", f["refused_prompts"]
+    yield from _of_admission(f, settings, needed, step_over)
     if f["dropped"]:
         yield (
             "dropped",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 import samplestore
 from samplestore import Store, batches
-from samplestore.errors import BatchTimeout
+from samplestore.errors import BatchTimeout, WaitStopped
 from samplestore.run import Run
 from samplestore.types import EngineFacts
 from samplestore.verbs import weights
@@ -228,6 +229,13 @@ def failing_samples(store: Store) -> Made:
     return run, {}
 
 
+def refused_prompts(store: Store) -> Made:
+    run = f.make_run(store)
+    (claim,) = run.claim(f.register(run), 1)
+    run.fail(claim, "too long", prompt_refused=True)
+    return run, {}
+
+
 def failing_stages(store: Store) -> Made:
     run, worker = finished(store, prompts=1, group_filters=["custom"])
     (claim,) = run.claim_stages(worker, 9)
@@ -240,7 +248,7 @@ CAUSES: list[Callable[[Store], Made]] = [
     strange_engines, too_stale, window_held, unknown_version,
     regenerated, unscored, in_flight, waiting, backing_off, leased, prompts_used_up,
     window_too_small, nothing_admitted, dropped, expired, step_over, in_flight_limit,
-    unfiltered, evaluating, curriculum_fails, left_behind, failing_samples, failing_stages,
+    unfiltered, evaluating, curriculum_fails, left_behind, failing_samples, failing_stages, refused_prompts,
 ]  # fmt: skip
 
 
@@ -364,8 +372,10 @@ def test_a_long_wait_tells_the_log_why(
     """Without a timeout nobody would ever learn that this batch can't come."""
     run, options = window_held(store)
     monkeypatch.setattr(batches, "TELL_S", 0.0)
-    with caplog.at_level(logging.WARNING, "samplestore.batches"), pytest.raises(BatchTimeout):
-        run.batch(step=7, timeout=0.2, **options)
+    told = threading.Event()  # the wait goes on until it has told, however long a look at the database takes
+    monkeypatch.setattr(caplog.handler, "filters", [lambda record: told.set() or True])
+    with caplog.at_level(logging.WARNING, "samplestore.batches"), pytest.raises(WaitStopped):
+        run.batch(step=7, timeout=60, stop=told, **options)
     assert "step 7 has waited" in caplog.text
     assert "4 ready groups that this batch passes over fill the run's window of 4" in caplog.text
 

@@ -20,11 +20,9 @@ from samplestore.dashboard import command, demo_live
 from samplestore.dashboard.readonly import open_read_only
 from samplestore.queries import status
 from tests.cli.conftest import Answer
+from tests.dashboard.browsing import RUN, healthy
 from tests.support.demo_data import Demo
 from tests.support.processes import Processes, free_port
-
-RUN = "import typer; from samplestore.dashboard.command import dashboard; typer.run(dashboard)"
-
 
 Dashboard = Callable[..., Answer]
 Replaced = list[tuple[list[str], dict[str, str]]]  # (argv, environment) of each call
@@ -115,18 +113,11 @@ def test_it_serves_and_ends_on_sigterm(processes: Processes, demo_sqlite: Demo) 
         [sys.executable, "-c", RUN, "--db", demo_sqlite.url, "--port", str(port)], name="dashboard"
     )
 
-    def healthy() -> bool:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
-    server.wait_for(healthy, what="it answers", timeout=60)
+    server.wait_for(lambda: healthy(port), what="it answers", timeout=60)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/host-config", timeout=5) as answer:
         json.load(answer)
     arguments = Path(f"/proc/{server.pid}/cmdline").read_bytes()
-    assert b"streamlit" in arguments and b"demo.db" not in arguments
+    assert b"samplestore.dashboard.server" in arguments and b"demo.db" not in arguments
     server.terminate(20)
 
 
