@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from shlex import quote
 
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
 from samplestore.errors import DatabaseUnusable, SampleStoreError, StoreUnavailable
@@ -57,7 +58,10 @@ def first_line(error: DBAPIError) -> str:
 
 
 def server_away(url: str, error: DBAPIError) -> StoreUnavailable:
-    return StoreUnavailable(url, f"its server does not answer ({first_line(error)})", "Look at: pg_isready")
+    at = make_url(url)
+    parts = (("-h", at.host or at.query.get("host")), ("-p", at.port or at.query.get("port")))
+    where = "".join(f" {flag} {quote(str(part))}" for flag, part in parts if part)
+    return StoreUnavailable(url, f"its server does not answer ({first_line(error)})", f"Look at: pg_isready{where}")
 
 
 def _postgres(url: str, error: DBAPIError, said: str) -> SampleStoreError | None:
@@ -69,7 +73,8 @@ def _postgres(url: str, error: DBAPIError, said: str) -> SampleStoreError | None
         cure = "Stop idle processes, or raise max_connections: SHOW max_connections"
         return StoreUnavailable(url, f"its server has no connection left ({said})", cure)
     if state == "3D000" or _NO_DATABASE.search(text):
-        return DatabaseUnusable(url, "is not there, though its server is", "Make it with: createdb NAME")
+        name = quote(make_url(url).database or "NAME")
+        return DatabaseUnusable(url, "is not there, though its server is", f"Make it with: createdb {name}")
     if state in ("28000", "28P01") or _NOT_LET_IN.search(text):
         return DatabaseUnusable(url, f"lets nobody in by these names ({said})", "Try them with: psql URL")
     if state == "42501":
@@ -84,7 +89,7 @@ def _postgres(url: str, error: DBAPIError, said: str) -> SampleStoreError | None
 def _sqlite(url: str, path: Path, said: str) -> SampleStoreError | None:
     folder = path.parent
     if "database or disk is full" in said or ("disk I/O error" in said and _free(folder) < FULL_DISK):
-        return StoreUnavailable(url, "its disk is full", f"Make room: df -h {folder}")
+        return StoreUnavailable(url, "its disk is full", f"Make room: df -h {quote(str(folder))}")
     if "disk I/O error" in said:
         return DatabaseUnusable(url, "can't be read or written: the disk reports an error", "Look at: dmesg | tail")
     if "file is not a database" in said:
@@ -100,7 +105,7 @@ def closed(path: Path) -> tuple[str, str]:
     """Why a file can't be opened, and what to type."""
     folder = path.parent
     if path.is_dir():
-        return "is a folder", f"Name a file in it: --db {path / 'rollouts.db'}"
+        return "is a folder", f"Name a file in it: --db {quote(str(path / 'rollouts.db'))}"
     if not folder.is_dir():
         return "can't be made: there is no folder for it", f"Make it with: mkdir -p {quote(str(folder))}"
     if path.exists() and not os.access(path, os.R_OK):
@@ -109,7 +114,7 @@ def closed(path: Path) -> tuple[str, str]:
         return "may not be written by this user", f"Look at its rights: ls -l {quote(str(path))}"
     return (
         "can't be opened: SQLite writes files beside it, also to read, and may not write in this folder",
-        f"Copy it to a folder of yours, or look at the rights: ls -ld {folder}",
+        f"Copy it to a folder of yours, or look at the rights: ls -ld {quote(str(folder))}",
     )
 
 

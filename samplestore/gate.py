@@ -35,7 +35,7 @@ class _Lock:
         except OSError as error:
             folder = os.path.dirname(path) or "."
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise StoreUnavailable(path, "its disk is full", f"Make room: df -h {folder}") from error
+                raise StoreUnavailable(path, "its disk is full", f"Make room: df -h {quote(str(folder))}") from error
             if not os.path.isdir(folder):
                 raise DatabaseUnusable(
                     path, "can't be made: there is no folder for it", f"Make it with: mkdir -p {quote(str(folder))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,7 +100,7 @@ def downgrade(target: str | Database, revision: str) -> str | None:
 
 def known(revision: str) -> bool:
     """Whether this samplestore has the migrations of a revision."""
-    return revision.isdigit() and 0 < int(revision) <= int(REVISION)
+    return re.fullmatch(r"[0-9]{4}", revision) is not None and 0 < int(revision) <= int(REVISION)
 
 
 def _migrate(target: str | Database, revision: str, direction: str) -> str | None:

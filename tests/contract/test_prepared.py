@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
+import samplestore
 from samplestore import Store
 from samplestore.models import Request, Sample
 from samplestore.models import Run as RunRow
@@ -74,3 +75,22 @@ def test_a_list_of_rows_is_one_statement_with_the_types_of_each(store: Store) ->
     assert run.transact(lambda tx: more.execute(tx.connection, values[1:])) == 0
     one = f.rows(run, "SELECT error, reward FROM sample WHERE id = :id", id=claim.sample_id)
     assert one == [{"error": "%(n)s ?", "reward": 0.5}]
+
+
+def test_a_connection_that_has_seen_many_texts_prepares_appends_once(sqlite_url: str) -> None:
+    """The authorizer is asked whenever a statement is prepared. A driver that keeps the most used ones and has no room
+    left would prepare each anew, at every append."""
+    with samplestore.open(sqlite_url) as store:  # which made the schema: many texts on one connection
+        run = f.make_run(store)
+        claim = run.claim(f.register(run), 1)[0]
+        raw = run.transact(lambda tx: tx.connection.connection.driver_connection)
+        for n in range(300):
+            raw.execute(f"SELECT {n}").fetchall()
+        asked: list[object] = []
+        raw.set_authorizer(lambda *what: asked.append(what) or 0)  # which makes all be prepared once more
+        f.add(run, claim)
+        assert asked
+        asked.clear()
+        f.add(run, claim)
+        raw.set_authorizer(None)
+        assert asked == []
