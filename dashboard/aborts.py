@@ -40,11 +40,11 @@ def _draw(data: source.Aborts, since_s: float) -> None:
     note = f"stacked by reason, {look.duration(told['width_s'])} a bar; dashed lines are weight updates{more}"
     st.html(parts.section("Over time (UTC)", note, ""))
     alt = "Interruptions over time: " + ", ".join(f"{r['kind']} {r['times']}" for r in data.totals["by_reason"][:12])
-    st.altair_chart(charts.over_time(told, columns=4), key="over_time", alt=alt)
+    frame.chart(charts.over_time(told, columns=4), "over_time", alt)
     left, right = st.columns([1.5, 1], gap="large")
     left.html(by_reason(data))
-    left.html(_cut_short("By engine", "engine", "requests that were cut short", data.totals["by_engine"]))
-    left.html(_cut_short("By worker", "name", "requests that were cut short", data.totals["by_worker"]))
+    left.html(_cut_short("By engine", "engine", data.totals["by_engine"]))
+    left.html(_cut_short("By worker", "name", data.totals["by_worker"]))
     right.html(by_version(data))
 
 
@@ -57,7 +57,7 @@ def cards(data: source.Aborts) -> str:
     made = [
         ("Kept by resuming", f"{look.count(cost['kept'])} {tokens}", f"in {amount(cost['resumes'], 'resume')}"),
         ("Prefilled again", f"{look.count(cost['prefilled_again'])} {tokens}", "prompt and answer, not in a cache"),
-        ("Lost at engines", f"{look.count(cost['lost'])} {tokens}", "generated, and never stored"),
+        ("Lost at engines", f"{look.count(cost['lost'])} {tokens}", "generated for these samples, never stored"),
         (
             "Resumed after", rate,
             f"{look.count(resumed['resumed'])} of {amount(n, 'sample')}; {look.count(resumed['waiting'])} waiting, "
@@ -71,8 +71,7 @@ def by_reason(data: source.Aborts) -> str:
     columns = [("what", "n"), ("reason", ""), ("times", "r"), ("tokens so far", "r"), ("last (UTC)", "n")]
     rows = [
         [look.esc(r["kind"]), look.line(r["reason"] or "–", 120), look.count(r["times"]),
-        look.count(r["tokens_so_far"]),
-         look.clock(r["last_at"])]
+         look.count(r["tokens_so_far"]), look.moment(r["last_at"], data.over_time["until"])]
         for r in data.totals["by_reason"]
     ]  # fmt: skip
     return parts.section("By reason", parts.ONE_STOP, parts.table(columns, rows))
@@ -88,24 +87,28 @@ def by_version(data: source.Aborts) -> str:
     return parts.section("By weight version", note, body)
 
 
-def _cut_short(title: str, key: str, note: str, found: list[dict[str, Any]]) -> str:
+CUT_SHORT = "requests that were cut short, and their tokens; not told: requests of which only the stored ones are known"
+
+
+def _cut_short(title: str, key: str, found: list[dict[str, Any]]) -> str:
     columns = [
         (key if key != "name" else "worker", ""),
         ("cut short", "r"),
         ("generated", "r"),
         ("stored", "r"),
         ("lost", "r"),
+        ("not told", "r"),
     ]
     rows = [
-        [parts.url(r[key] or "–"), *[look.count(r[k]) for k in ("cut_short", "generated", "stored", "lost")]]
+        [parts.url(r[key] or "–"), *[look.count(r[k]) for k in ("cut_short", "generated", "stored", "lost", "untold")]]
         for r in found
     ]  # fmt: skip
-    return parts.section(title, note, parts.table(columns, rows) if rows else parts.empty("None."))
+    return parts.section(title, CUT_SHORT, parts.table(columns, rows) if rows else parts.empty("None."))
 
 
 def _latest(of: Run) -> None:
     """The list that a reader clicks in does not move by itself."""
-    st.html(parts.section("Latest", "this list stays until you ask for another", ""))
+    st.html(parts.section("Latest", frame.STAYS, ""))
     chosen = st.segmented_control(
         "Kind", [ALL, *KINDS], default=ALL, key="kind", bind="query-params", required=True,
         label_visibility="collapsed",

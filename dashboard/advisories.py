@@ -9,6 +9,7 @@ from shlex import quote
 from typing import Any
 
 from samplestore.dashboard import look
+from samplestore.states import WorkerState
 from samplestore.words import amount, which
 
 BAD, WARN, HINT = "bad", "warn", "hint"
@@ -55,13 +56,21 @@ def _rules(data: Any) -> Iterator[Advice]:
 
 def _workers(s: dict[str, Any]) -> Iterator[Advice]:
     live = [w for w in s["workers"] if w["state"] == "live"]
-    if not any(w["kind"] == "rollout" for w in live):
+    if not live and s["workers"] and _all_left(s["workers"]):
+        yield Advice(WARN, "nobody works on the run any more: its workers have all said goodbye", "fleet")
+    elif not any(w["kind"] == "rollout" for w in live):
         yield Advice(
             BAD, "no rollout worker is connected", "fleet", command=f"samplestore worker --run {quote(s['run'])}"
         )
     if silent := sum(w["heartbeat_age_s"] > w["ttl_s"] for w in live):
         text = f"{silent} of {amount(len(live), 'worker')} stopped sending heartbeats"
         yield Advice(BAD, text, "fleet", command=f"samplestore reap --run {quote(s['run'])}")
+
+
+def _all_left(workers: list[dict[str, Any]]) -> bool:
+    """Whether the last of each kind ended in order: a run that is over is no alarm."""
+    last = {w["kind"]: w for w in sorted(workers, key=lambda w: w["id"])}
+    return all(w["state"] == WorkerState.GONE and not w["error"] for w in last.values())
 
 
 def _ended(s: dict[str, Any]) -> Iterator[Advice]:
@@ -105,7 +114,7 @@ def _ledger(book: dict[str, Any]) -> Iterator[Advice]:
         n = book["requests"]["unexplained_tokens"]
         text = f"{amount(n, 'token')} of engine calls {which(n, 'is', 'are')} neither stored nor known to be lost"
         yield Advice(WARN, text, command="samplestore check")
-    wasted, total = sum(book["by_fate"].get(fate, 0) for fate in look.WASTED), book["generated"]
+    wasted, total = sum(look.fates(book)[fate] for fate in look.WASTED), book["generated"]
     if total >= WASTED_ENOUGH and wasted > WASTED * total:
         text = f"{100 * wasted / total:.0f} % of all generated tokens were thrown away"
         yield Advice(HINT, f"{text}: a wider max_staleness or fewer groups in flight waste less", "aborts")

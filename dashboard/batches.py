@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import streamlit as st
 
-from samplestore.dashboard import frame, look, parts, source
+from samplestore.dashboard import evaluated, frame, look, parts, source
 from samplestore.queries import batch_list
 from samplestore.run import Run
+from samplestore.words import amount
 
 ROWS = 40
 STATES = {"leased": ("warn", "with the trainer"), "committed": ("ok", "committed")}
@@ -18,19 +20,25 @@ def page() -> None:
     of = frame.open_run()
     below = frame.in_address("after", 1)
     found, timelines = source.batches(of, below, ROWS + 1)
-    st.html(frame.head(of, "Batches", "this list stays until you ask for another"))
+    st.html(frame.head(of, "Batches", f"as of {look.when(time.time())} UTC; {frame.STAYS}"))
     if len(timelines) > 1:
         st.html(rewinds(timelines))
     if not found:
         frame.nothing("No trainer has taken a batch yet. It does with: with run.batch(step=0) as batch")
-        return
-    st.html(f'<div class="ss">{table(of, found[:ROWS])}</div>')
-    frame.turn_pages("Newest", str(found[ROWS - 1]["id"]) if len(found) > ROWS else None)
+    else:
+        _list(of, found)
+    if evaluations := source.evaluations(of):
+        st.html(evaluated.html(of.name, evaluations, time.time()))
+
+
+def _list(of: Run, found: list[dict[str, Any]]) -> None:
     chosen = frame.in_address("batch", 1)
-    if chosen is not None:
+    if chosen is not None:  # above the list: below it nobody would see that something was opened
         _groups(of, chosen)
     else:
         st.html('<div class="ss dim">A step opens its groups.</div>')
+    st.html(f'<div class="ss">{table(of, found[:ROWS])}</div>')
+    frame.turn_pages("Newest", str(found[ROWS - 1]["id"]) if len(found) > ROWS else None)
 
 
 def table(of: Run, found: list[dict[str, Any]]) -> str:
@@ -45,13 +53,13 @@ def table(of: Run, found: list[dict[str, Any]]) -> str:
         unknown = f' <span class="warn">{b["staleness_unknown"]} unknown</span>' if b["staleness_unknown"] else ""
         rows.append(
             [
-                parts.link("batches", str(b["step"]), run=of.name, batch=b["id"], after=st.query_params.get("after")),
+                parts.link("batches", str(b["step"]), **_open(of, b["id"])),
                 str(b["timeline"]), parts.mark(level, said) if level else look.esc(said),
                 look.version_key(b["current_version"]), look.count(b["n_groups"]), look.count(b["n_samples"]),
                 look.count(b["n_tokens"]), "–" if b["staleness_mean"] is None else f"{b['staleness_mean']:.2f}",
                 ("–" if b["staleness_max"] is None else str(b["staleness_max"])) + unknown,
                 "–" if b["reward_mean"] is None else f"{b['reward_mean']:.3f}",
-                str(b["zero_std"]) if b["zero_std"] else "–",
+                str(b["zero_std"]),
                 "–" if b["settled_at"] is None else look.duration(b["settled_at"] - b["created_at"]),
                 look.when(b["created_at"]), look.line(b["trainer"] or "–", 40), look.line(b["reason"] or "–", 100),
             ]
@@ -89,4 +97,12 @@ def _groups(of: Run, id: int) -> None:
         ]
         for g in found
     ]  # fmt: skip
-    st.html(parts.section("Groups of the chosen batch", f"{len(found)}, in its order", parts.table(columns, rows)))
+    step, timeline = found[0]["step"], found[0]["timeline"]
+    close = parts.link("batches", "close", **_open(of))
+    note = f"timeline {timeline}; {amount(len(found), 'group')}, in its order; {close}"
+    st.html(parts.section(f"Step {step}", note, parts.table(columns, rows)))
+
+
+def _open(of: Run, batch: int | None = None) -> dict[str, Any]:
+    """The address of this page of the list, with or without a batch that is open."""
+    return {"run": of.name, "batch": batch, "after": st.query_params.get("after")}

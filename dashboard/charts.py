@@ -12,6 +12,7 @@ from samplestore.dashboard.style import CHART_PX
 
 MAX_BARS = 12
 MAX_POINTS = 256
+MANY_MARKS = 30  # lines that would hide what they cross
 MUTED = "#808896"  # the text colour of the page is unknown here; this grey can be read on both themes
 
 
@@ -149,7 +150,7 @@ def over_time(told: Mapping[str, Any], columns: int = 2) -> Any:
         return _drawn(drawn)
     lines = (
         alt.Chart(pd.DataFrame(marks))
-        .mark_rule(color=MUTED, strokeDash=[3, 3], strokeWidth=1.2)
+        .mark_rule(color=MUTED, strokeDash=[3, 3], strokeWidth=1.2, opacity=1.0 if len(marks) <= MANY_MARKS else 0.4)
         .encode(x="at:T", tooltip=["weights:N", "step:Q", alt.Tooltip("at:T", format="%H:%M:%S")])
     )
     layers = drawn + lines

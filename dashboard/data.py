@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from shlex import quote
 from typing import Any
 
 import streamlit as st
 
+from samplestore import migrations
 from samplestore.dashboard import frame, look, parts, source
 from samplestore.run import Run
 from samplestore.words import amount
@@ -17,7 +19,7 @@ BIG_WAL = 256 * 1024 * 1024
 def page() -> None:
     of = frame.open_run()
     found = source.sizes(of)
-    st.html(frame.head(of, "Data", "sizes are read again when the page is"))
+    st.html(frame.head(of, "Data", f"as of {look.when(time.time())} UTC; {frame.STAYS}"))
     st.html(cards(of, found))
     if (found["wal_bytes"] or 0) > BIG_WAL:
         told = "The WAL is large: a reader with an old snapshot keeps it from starting afresh. See: samplestore doctor"
@@ -30,9 +32,10 @@ def page() -> None:
 
 def cards(of: Run, found: dict[str, Any]) -> str:
     free = found["free_bytes"]
+    kind = "SQLite" if of.database.is_sqlite else "PostgreSQL"
     wal = "the log of recent writes" if of.database.is_sqlite else "not told"
     made = [
-        ("Database", look.size(found["bytes"]), "SQLite" if of.database.is_sqlite else "PostgreSQL", ""),
+        ("Database", look.size(found["bytes"]), f"{kind}, schema {migrations.REVISION}", ""),
         ("Free in it", look.size(free), "prune leaves it; later rows use it" if free else "nothing to give back", ""),
         ("WAL", look.size(found["wal_bytes"]), wal, ""),
         ("Groups", look.count(found["run"]["n_groups"]), f"of {amount(found['run']['n_prompts'], 'prompt')}", ""),
@@ -41,14 +44,19 @@ def cards(of: Run, found: dict[str, Any]) -> str:
 
 
 def tables(found: dict[str, Any]) -> str:
+    at_most = any(t["at_most"] for t in found["tables"])
+    all_are = at_most and all(t["at_most"] or not t["rows"] for t in found["tables"])  # then it is said once
+    rows_named = "rows, at most" if all_are else "rows, about"
     with_bytes = any(t["bytes"] is not None for t in found["tables"])
-    columns = [("table", "n"), ("rows, about", "r")] + ([("size", "r")] if with_bytes else [])
+    columns = [("table", "n"), (rows_named, "r")] + ([("size", "r")] if with_bytes else [])
     rows = []
     for t in sorted(found["tables"], key=lambda t: (-(t["bytes"] or t["rows"] or 0), t["table"])):
-        about = "not known" if t["rows"] is None else ("at most " if t["at_most"] else "") + look.count(t["rows"])
+        about = "not known" if t["rows"] is None else look.count(t["rows"])
+        if t["at_most"] and not all_are:
+            about = f"at most {about}"
         rows.append([look.esc(t["table"]), about, *([look.size(t["bytes"])] if with_bytes else [])])
     note = "of all runs"
-    if any(t["at_most"] for t in found["tables"]):
+    if at_most:
         note += "; row numbers are not used twice, so rows that were deleted count as well"
     if any(t["rows"] is None for t in found["tables"]):
         note += "; for what is not known: psql -c ANALYZE, with the database's URL"

@@ -69,6 +69,7 @@ class Builder:
         self.texts: dict[int, Ids] = {}
         self.held: list[Claim] = []
         self.calls: list[Call] = []  # that are not over
+        self.counted = dict.fromkeys(ENGINES, 0)  # tokens that each has generated
 
     def engines(self, behind: int = 0) -> None:
         """Engines report the label of the current version; the last `behind` of them that of the one before."""
@@ -76,8 +77,9 @@ class Builder:
         for i, url in enumerate(ENGINES):
             label = labels[max(0, self.version - (i >= len(ENGINES) - behind))]
             running = sum(call.engine == url for call in self.calls)
-            facts = EngineFacts(context_length=32_768, release="0.5.23", running=running, queued=0)
-            self.run.transact(partial(weights.see_engine, url=url, label=label, facts=facts))
+            facts = EngineFacts(self.counted[url], 32_768, "0.5.23", running, queued=0)
+            base = self.run.database.read(partial(weights.counter_base, url=url))
+            self.run.transact(partial(weights.see_engine, url=url, label=label, facts=facts, counter_seen_at=base))
 
     def text_of(self, claim: Claim) -> Ids:
         """What the model is going to say for this sample, int32 [n]."""
@@ -122,11 +124,13 @@ class Builder:
                 claim, ids, self.logprobs(ids.size), self.version, reason if last else None, rid=call.rid,
                 engine=call.engine,
             )  # fmt: skip
+            self.counted[call.engine] += int(ids.size)
         return reason
 
     def hang_up(self, call: Call, reason: str) -> None:
         claim, took = call.claim, time.monotonic() - call.began
         lost = self.rng.randint(0, 3) if reason == "abort" else 0
+        self.counted[call.engine] += lost
         self.run.end_request(
             RequestInfo(
                 call.rid, call.engine, prompt_tokens=int(claim.prompt_ids.size) + call.before,

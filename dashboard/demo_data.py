@@ -57,6 +57,7 @@ def begin(
     builder = Builder(run, tokenizer, demo, seed, long=steps > 4)
     _train(builder, steps)
     _leave_in_the_middle(builder)
+    builder.engines(behind=(steps - 1) % 2)  # as the last step left them, with what they have counted since
     if lasted_s:
         _stretch(store.database, lasted_s)
     return builder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import Any
 
 import streamlit as st
@@ -21,21 +22,25 @@ def page() -> None:
     def draw(data: Data) -> None:
         as_of = look.clock(data[0]["as_of"])
         title.html(frame.head(of, "Workers and engines", f"as of {as_of} UTC, {frame.every(seconds)}"))
-        st.html(workers(data[0]))
+        st.html(workers(of.name, data[0]))
         st.html(engines(data[1], data[0]["as_of"]))
 
     frame.live(of, seconds, "fleet", lambda: source.workers_and_engines(of), draw)
     _ended(of)
 
 
-def workers(found: dict[str, Any]) -> str:
+def workers(run: str, found: dict[str, Any]) -> str:
     columns = [("id", "r"), ("worker", ""), ("kind", "n"), ("host", "n"), ("heartbeat", "n"), ("samples", "r"),
                ("stages", "r"), ("up for", "r"), ("error", "")]  # fmt: skip
     live = found["live"]
     silent = sum(w["heartbeat_age_s"] > w["ttl_s"] for w in live)
-    note = f"{len(live)} live" + (f", {silent} of them silent: samplestore reap frees what they hold" if silent else "")
+    note = f"{len(live)} live" + (f", {silent} of them silent" if silent else "")
+    if silent:
+        note += f"; what they hold is freed by: samplestore reap --run {look.line(quote(run), 300)}"
     if not live:
-        body = parts.empty("No worker is connected. Start one with: samplestore worker --run NAME --engine URL")
+        body = parts.empty(
+            f"No worker is connected. Start one with: samplestore worker --run {quote(run)} --engine URL"
+        )
     else:
         order = sorted(live, key=lambda w: (w["heartbeat_age_s"] <= w["ttl_s"], w["id"]))
         body = parts.table(columns, [_worker(w, found["as_of"]) for w in order])
@@ -52,7 +57,7 @@ def _worker(w: dict[str, Any], as_of: float) -> list[str]:
 
 def engines(found: list[dict[str, Any]], as_of: float) -> str:
     columns = [("engine", ""), ("serves", "n"), ("weights", "n"), ("running", "r"), ("queued", "r"), ("generated", "r"),
-               ("SGLang", "n"), ("failures", "r"), ("changed", "n"), ("error", "")]  # fmt: skip
+               ("release", "n"), ("failures", "r"), ("changed", "n"), ("error", "")]  # fmt: skip
 
     def number(value: int | None) -> str:
         return "–" if value is None else look.count(value)
@@ -71,6 +76,8 @@ def engines(found: list[dict[str, Any]], as_of: float) -> str:
         )  # fmt: skip
     behind = sum(e["state"] == "live" and e["version"] != e["current_version"] for e in found)
     note = f"{len(found)} known" + (f", {behind} not on the current weights" if behind else "")
+    if found:
+        note += "; requests running and queued when last looked at, tokens generated for this run"
     body = (
         parts.table(columns, rows)
         if rows

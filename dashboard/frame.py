@@ -9,12 +9,14 @@ from typing import Any
 import streamlit as st
 
 from samplestore.dashboard import look, parts, source
-from samplestore.dashboard.style import CSS, RUN_CHOICE
+from samplestore.dashboard.style import CHART, CSS, RUN_CHOICE
 from samplestore.run import Run
 
 INTERVALS = {"2 s": 2.0, "5 s": 5.0, "15 s": 15.0, "60 s": 60.0, "Paused": None}
 OF_RUN = ("sample", "at", "group", "after", "a", "b", "batch", "find")  # of the address: they belong to one run
 EMPTY = {"a": "–", "b": "–", "find": ""}  # those that a widget holds, and what it holds when nothing was chosen
+STAYS = "it stays until you load it again"  # a page that a reader clicks in
+RUNS = 200  # the newest ones, to choose from
 SPANS = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21_600.0, "24 h": 86_400.0}
 
 
@@ -45,11 +47,14 @@ def open_run() -> Run:
     of = source.run(asked)
     names = source.store().run_names()
     if len(names) > 1:
-        listed = names[::-1][:200]
+        listed = names[::-1][:RUNS]
+        if of.name not in listed:
+            listed.insert(0, of.name)
         with st.container(key=RUN_CHOICE):  # beside the names of the pages, where it takes no room
             chosen = st.selectbox(
-                "Run", listed, index=listed.index(of.name) if of.name in listed else 0, label_visibility="collapsed"
-            )
+                "Run", listed, index=listed.index(of.name), label_visibility="collapsed",
+                format_func=lambda name: look.visible(name, 200),
+            )  # fmt: skip
         if chosen != of.name:
             st.query_params["run"] = chosen
             forget(*OF_RUN)
@@ -140,6 +145,12 @@ def live(of: Run, seconds: float | None, page: str, ask: Callable[[], Any], draw
         draw(data)
 
     st.fragment(run_every=seconds)(again)()
+
+
+def chart(drawn: Any, key: str, alt: str) -> None:
+    """A chart in a container that has its height from the beginning, so that nothing below it jumps."""
+    with st.container(key=f"{CHART}{key}"):
+        st.altair_chart(drawn, key=key, alt=alt)
 
 
 def in_address(name: str, low: int = 0) -> int | None:

@@ -5,22 +5,26 @@ The address names it: ?run=NAME&group=NUMBER, with &a=INDEX&b=INDEX for two samp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import streamlit as st
 
 from samplestore.dashboard import actions, charts, compare, frame, look, parts, source
+from samplestore.media import Image
 from samplestore.queries import browse
 from samplestore.queries.group_page import GroupView
 from samplestore.run import Run
+from samplestore.states import EVALUATED
 from samplestore.words import amount
 
 PROMPT_SHOWN = 4000
+IMAGES, IMAGE_BYTES = 8, 4_000_000  # that are drawn, and of each
 NEWEST = 100  # groups among which one with rewards is looked for
 SAMPLES = [
     ("sample", "r"), ("status", "n"), ("reward", "r"), ("tokens", "r"), ("weights", "n"), ("aborts", "r"),
     ("resumes", "r"),
-    ("life", "r"), ("ended by", "n"), ("error", ""),
+    ("incarnation", "r"), ("ended by", "n"), ("error", ""),
 ]  # fmt: skip
 
 
@@ -39,20 +43,25 @@ def page() -> None:
         newest = browse.groups(of.database, of.id, limit=1)
         text = f"Run {of.name} has no group {number}" + (f"; its newest is {newest[0]['number']}." if newest else ".")
         raise source.Problem("other", "There is no such group", text)
-    st.html(frame.head(of, f"Group {number}", f"as of {look.clock(found.as_of)} UTC"))
+    st.html(frame.head(of, f"Group {number}", f"as of {look.when(found.as_of)} UTC"))
     _step(of, number, found.newest)
     st.html(parts.facts(facts(found)))
-    if found.group["reason"]:
+    if found.group["reason"] and found.group["reason"] != EVALUATED:
         st.html(
             f'<div class="ss warn">▲ {look.esc(found.group["state"])}: {look.line(found.group["reason"], 300)}</div>'
         )
-    with st.expander("Prompt"):
+    digests = found.group["images"] or []
+    with st.expander("Prompt" + (f", with {amount(len(digests), 'image')}" if digests else "")):
         st.html(prompt(found))
+        if digests:
+            st.html(pictures(source.pictures(of, digests[:IMAGES]), len(digests)))
     _rewards(of, found)
     st.html(parts.section("Samples", f"{len(found.samples)} of this group", samples(of, found)))
     left, right = st.columns(2, gap="large")
     left.html(batches(of, found))
-    right.html(parts.section("Work on the whole group", "filters, group rewards", parts.stages(found.stages)))
+    right.html(
+        parts.section("Work on the whole group", "filters, group rewards", parts.stages(found.stages, found.as_of))
+    )
     if actions.allowed():
         actions.of_group(of, found)
     compare.choose(of, found)
@@ -81,18 +90,18 @@ def facts(found: GroupView) -> list[tuple[str, str]]:
         flat = ' <span class="warn">≡ all equal</span>' if g["reward_std"] == 0 else ""
         rewards = f"{g['reward_mean']:.3f} ± {g['reward_std'] or 0:.3f}{flat}"
     return [
-        ("state", parts.state(g["state"])),
+        ("state", parts.state(g["state"], g["reason"])),
         ("finished", f"{g['n_samples'] - g['n_open']} of {g['n_samples']}{failed}"),
         ("not scored yet", str(g["n_unscored"])),
         ("reward", rewards),
         ("oldest weights", "–" if g["oldest_version"] is None else look.version_key(g["oldest_version"])),
         (parts.staleness_of(g["state"]), "–" if g["staleness"] is None else f"{g['staleness']} behind"),
         ("tokens", "–" if g["n_tokens"] is None else look.count(g["n_tokens"])),
-        ("pass", str(g["epoch"])),
+        ("epoch", str(g["epoch"])),
         ("data set", look.line(g["dataset"], 60)),
         ("created", f"{look.when(g['created_at'])} UTC"),
-        ("ready", look.clock(g["ready_at"])),
-        ("settled", look.clock(g["settled_at"])),
+        ("ready", look.moment(g["ready_at"], found.as_of)),
+        ("settled", look.moment(g["settled_at"], found.as_of)),
     ]  # fmt: skip
 
 
@@ -106,6 +115,17 @@ def prompt(found: GroupView) -> str:
     return f'<div class="ss"><div class="dim">{size}</div><div class="ss-text">{shown}</div>{more}{told}</div>'
 
 
+def pictures(shown: Sequence[Image], n: int) -> str:
+    """Images by their own bytes, so that none is fetched from anywhere. Their types are those of images.py, no SVG."""
+    made = "".join(
+        f'<img src="{look.esc(image.data_url)}" alt="image {i + 1} of the prompt">' if len(image.data) <= IMAGE_BYTES
+        else f'<span class="dim">image {i + 1}: {look.size(len(image.data))}, too large for this page</span>'
+        for i, image in enumerate(shown)
+    )  # fmt: skip
+    cut = f", the first {len(shown)} of them" if len(shown) < n else ""
+    return f'<div class="ss"><div class="dim">{amount(n, "image")}{cut}</div><div class="ss-images">{made}</div></div>'
+
+
 def _rewards(of: Run, found: GroupView) -> None:
     scored = [s for s in found.samples if s["reward"] is not None]
     if not scored:
@@ -115,7 +135,7 @@ def _rewards(of: Run, found: GroupView) -> None:
     note = f"{len(scored)} of {len(found.samples)} scored, from {low:.3f} to {high:.3f}"
     st.html(parts.section("Rewards", note, ""))
     alt = "Rewards: " + ", ".join(f"sample {s['index']} {s['reward']:.3f}" for s in scored[:64])
-    st.altair_chart(charts.rewards(scored), key="rewards_chart", alt=alt)
+    frame.chart(charts.rewards(scored), "rewards", alt)
 
 
 def samples(of: Run, found: GroupView) -> str:
@@ -151,7 +171,7 @@ def batches(of: Run, found: GroupView) -> str:
         [
             parts.link("batches", str(b["step"]), run=of.name, batch=b["id"]), str(b["timeline"]), look.esc(b["state"]),
             "–" if b["staleness"] is None else str(b["staleness"]), look.when(b["created_at"]),
-            look.clock(b["settled_at"]),
+            look.moment(b["settled_at"], found.as_of),
         ]
         for b in found.batches
     ]  # fmt: skip

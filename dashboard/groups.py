@@ -12,10 +12,11 @@ from samplestore.dashboard import actions, frame, look, parts, source
 from samplestore.queries import group_list
 from samplestore.queries.group_list import GroupFilter, GroupPage
 from samplestore.run import Run
-from samplestore.states import GroupState
+from samplestore.states import EVALUATED, GroupState
 from samplestore.words import amount
 
 ROWS = 50
+REASON = 30  # characters of one that a row has room for
 ANY, FLAT, SPREAD = "any", "all equal", "differ"
 ORDERS = {"newest first": group_list.NEWEST, "widest spread first": group_list.SPREAD}
 AGES = {"any age": None, "10 min": 10, "1 h": 60, "6 h": 360, "24 h": 1440}
@@ -35,13 +36,11 @@ def page() -> None:
     where, order = _filter()
     after = str(st.query_params.get("after", "")) or None
     found = source.group_page(of, where, order, after, ROWS)
-    head.html(
-        frame.head(of, "Groups", f"as of {look.clock(found.as_of)} UTC; the list stays until you ask for another")
-    )
+    head.html(frame.head(of, "Groups", f"as of {look.when(found.as_of)} UTC; {frame.STAYS}"))
     if found.page.total:
         st.html(f'<div class="ss dim">{told(found.page, order)}</div>')
     if found.page.rows:
-        st.html(f'<div class="ss">{parts.table(COLUMNS, [row(of, r) for r in found.page.rows])}</div>')
+        st.html(f'<div class="ss">{parts.table(COLUMNS, [row(of, r, found.as_of) for r in found.page.rows])}</div>')
     else:
         _none(found.page, where)
     _turn(found.page, where, after)
@@ -62,15 +61,17 @@ def _clear() -> None:
 
 def _filter() -> tuple[GroupFilter, str]:
     bound: dict[str, Any] = {"bind": "query-params", "on_change": _restart}
-    first = st.columns([2.4, 1.5, 1.3, 2.2], vertical_alignment="bottom")
-    states = first[0].multiselect("State", [s.value for s in GroupState], key="state", placeholder="any", **bound)
-    rewards = first[1].segmented_control(
+    first = st.container(horizontal=True, vertical_alignment="bottom", gap="medium")
+    states = first.multiselect(
+        "State", [s.value for s in GroupState], key="state", placeholder="any", width=280, **bound
+    )
+    rewards = first.segmented_control(
         "Rewards of its samples", [ANY, FLAT, SPREAD], default=ANY, key="rewards", required=True, **bound,
         help="All equal: a standard deviation of 0, so that group advantages are 0 and nothing is learned.",
     )  # fmt: skip
-    order = first[2].selectbox("Order", list(ORDERS), key="order", **bound)
-    text = first[3].text_input(
-        "Prompt contains", key="text", max_chars=200, **bound,
+    order = first.selectbox("Order", list(ORDERS), key="order", width=200, **bound)
+    text = first.text_input(
+        "Prompt contains", key="text", max_chars=200, width=280, **bound,
         help=f"Reads the prompts of {group_list.LOOK_TEXT:,} groups at a time.",
     )  # fmt: skip
     with st.expander("More filters: staleness, reward, weights, worker, data set, age"):
@@ -107,13 +108,15 @@ def told(found: GroupPage, order: str) -> str:
     return f"{shown} of <b>{look.count(found.matching)}</b> that fit, among {among}{rest}"
 
 
-def row(of: Run, r: dict[str, Any]) -> list[str]:
+def row(of: Run, r: dict[str, Any], as_of: float) -> list[str]:
     flat = r["reward_std"] == 0
-    reason = f' <span class="dim">{look.line(r["reason"], 60)}</span>' if r["reason"] else ""
+    reason = ""
+    if r["reason"] and r["reason"] != EVALUATED:
+        reason = f' <span class="dim" title="{look.line(r["reason"], 400)}">{look.line(r["reason"], REASON)}</span>'
     done = f"{r['n_samples'] - r['n_open']}/{r['n_samples']}" + (f", {r['n_failed']} failed" if r["n_failed"] else "")
     return [
         parts.link("group", str(r["number"]), run=of.name, group=r["number"]),
-        parts.state(r["state"]) + reason,
+        parts.state(r["state"], r["reason"]) + reason,
         done,
         "–" if r["reward_mean"] is None else f"{r['reward_mean']:.3f}",
         "–" if r["reward_std"] is None else f"± {r['reward_std']:.3f}",
@@ -121,7 +124,7 @@ def row(of: Run, r: dict[str, Any]) -> list[str]:
         "–" if r["oldest_version"] is None else look.version_key(r["oldest_version"]),
         "–" if r["staleness"] is None else str(r["staleness"]),
         "–" if r["n_tokens"] is None else look.count(r["n_tokens"]),
-        look.clock(r["created_at"]),
+        look.moment(r["created_at"], as_of),
         look.line(r["dataset"], 30),
         _prompt(parts.prompt_text(r["prompt_head"], cut=True)),
     ]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import html
 import unicodedata
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Any
+
+from samplestore.states import EVALUATED
 
 # Okabe and Ito's palette: told apart with every kind of colour vision. Never the only cue.
 ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
@@ -28,11 +32,23 @@ GROUP_COLOURS = {
 }  # fmt: skip
 FATE_COLOURS = {
     "consumed": BLUE, "leased": ORANGE, "ready": GREEN, "awaiting_stage": PURPLE, "in_flight": SKY, "resumable": GREY,
-    "dropped": VERMILLION, "stale": YELLOW, "failed": "#8C2D04", "superseded": "#5F6570",
+    "evaluated": "#7FA8A0", "dropped": VERMILLION, "stale": YELLOW, "failed": "#8C2D04", "superseded": "#5F6570",
 }  # fmt: skip
 WASTED = ("dropped", "stale", "failed", "superseded")  # hatched in the bar: generated, and not trained on
 
+DAY_S = 86_400.0
 MARKS = {"\n": "⏎\n", "\t": "⇥\t", "\r": "⟨CR⟩", "\x1b": "⟨ESC⟩"}
+
+
+def fates(book: Mapping[str, Any]) -> dict[str, int]:
+    """Tokens by fate, in the order of a bar. Those of evaluations are apart, where there are any: they are kept as
+    dropped, since no batch may have them, but nothing was wasted."""
+    told = dict(book["by_fate"])
+    evaluated = min(book["dropped_by_reason"].get(EVALUATED, 0), told.get("dropped", 0))
+    if evaluated:
+        told |= {"dropped": told["dropped"] - evaluated, "evaluated": evaluated}
+    names = [name for name in FATE_COLOURS if name in told or name != "evaluated"]
+    return {name: told.get(name, 0) for name in [*names, *(set(told) - set(names))]}
 
 
 def esc(value: object) -> str:
@@ -86,6 +102,13 @@ def size(n: float | None) -> str:
 def clock(at: float | None) -> str:
     """HH:MM:SS in UTC: the reader's zone is not known on the server, and a mixed one would mislead."""
     return "–" if at is None else datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S")
+
+
+def moment(at: float | None, now: float) -> str:
+    """HH:MM:SS in UTC, of another day than that of `now` with its date: a page may be left open, and a run lasts."""
+    if at is None or at // DAY_S == now // DAY_S:
+        return clock(at)
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def when(at: float | None) -> str:

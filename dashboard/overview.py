@@ -71,27 +71,27 @@ def _numbers(data: overview_source.Overview) -> None:
 def _staleness(data: overview_source.Overview) -> None:
     counts, window = data.status["staleness"], data.settings["max_staleness"]
     note = f"{amount(sum(counts.values()), 'group')}; the window ends at {window} behind"
-    title = f'<div class="ss-title">Staleness of ready groups<span class="dim">{note}</span></div>'
     with st.container(horizontal=True, vertical_alignment="center", gap="small", height=TITLE_PX, border=False):
-        st.html(f'<div class="ss">{title}</div>', width="content")
+        st.html('<div class="ss"><div class="ss-title">Staleness of ready groups</div></div>', width="content")
         with st.popover("What is staleness?", type="tertiary"):
             st.markdown(DEFINITION)
+    st.html(f'<div class="ss dim ss-under">{note}</div>')
     if not counts:
         st.html('<div class="ss"><div class="ss-empty">No group is ready.</div></div>')
         return
     told = ", ".join(f"{amount(n, 'group')} {lag} behind" for lag, n in [*counts.items()][:64])
-    st.altair_chart(charts.staleness(counts, window), key="staleness", alt=f"Staleness of ready groups: {told}")
+    frame.chart(charts.staleness(counts, window), "staleness", f"Staleness of ready groups: {told}")
 
 
 def _aborts(data: overview_source.Overview) -> None:
     told = data.over_time
     total = amount(sum(b["times"] for b in told["bars"]), "event")
     with st.container(horizontal=True, vertical_alignment="center", height=TITLE_PX, border=False):
-        more = parts.link("aborts", "more", run=data.status["run"])
-        note = f"{total} since {look.clock(told['since'])} UTC; dashed: new weights; {more}"
-        st.html(
-            f'<div class="ss"><div class="ss-title">Interruptions over time<span class="dim">{note}</span></div></div>'
-        )
+        st.html('<div class="ss"><div class="ss-title">Interruptions over time</div></div>')
+    more = parts.link("aborts", "more", run=data.status["run"])
+    st.html(
+        f'<div class="ss dim ss-under">{total} since {look.clock(told["since"])} UTC; dashed: new weights; {more}</div>'
+    )
     if not told["bars"]:
         ever = sum(data.status["aborts"].values())
         before = f" Before that: {amount(ever, 'event')}." if ever else ""
@@ -100,5 +100,5 @@ def _aborts(data: overview_source.Overview) -> None:
         )
         return
     said = ", ".join(f"{look.visible(why, 60)}: {n}" for why, n in data.status["aborts"].items())
-    st.altair_chart(charts.over_time(told), key="aborts", alt=f"Interruptions over time; since the run began {said}")
+    frame.chart(charts.over_time(told), "aborts", f"Interruptions over time; since the run began {said}")
     st.html(f'<div class="ss dim">{parts.ONE_STOP}</div>')

@@ -6,20 +6,19 @@ from typing import Any
 
 from samplestore.dashboard import advisories, look
 from samplestore.dashboard.look import age, count, esc, line
-from samplestore.dashboard.parts import ICONS, bar, beat, card, link, serving, table, url
-from samplestore.words import amount, which
+from samplestore.dashboard.parts import ICONS, bar, beat, card, link, serving, state, status, table, url
+from samplestore.words import amount, amount_is, which
 
 
 def header(data: Any, *, as_of: str) -> str:
     s = data.status
     pill = {"running": "ok", "paused": "warn", "draining": "warn"}.get(s["state"], "warn")
-    size = "" if data.size_bytes is None else f" ({look.size(data.size_bytes)})"
     branch = f" · timeline {s['timeline']}" if s["timeline"] else ""
     return (
         '<div class="ss"><div class="ss-head">'
         f'<span class="name">{line(s["run"], 200)}</span><span class="ss-pill {pill}">{esc(s["state"])}</span>'
         f'<span class="w">weights {look.version_key(s["current_version"])}</span>'
-        f'<span class="meta">{line(data.database, 300)}{size} · schema {esc(data.revision)}{branch} · '
+        f'<span class="meta">{line(data.database, 300)}{branch} · '
         f"epoch {s['epoch']} · {as_of}</span></div></div>"
     )
 
@@ -32,8 +31,7 @@ def verdict(data: Any) -> str:
     w = data.why
     ready, needed = w["ready_in_window"], w["needed"]
     batch = (
-        f"a batch can be taken: {amount(ready, 'group')} {which(ready, 'is', 'are')} ready inside the window, "
-        f"a step takes {count(needed)}"
+        f"a batch can be taken: {amount_is(ready, 'group')} ready inside the window, a step takes {count(needed)}"
         if ready >= needed
         else f"no batch yet: {count(ready)} of {amount(needed, 'group')} are ready inside the window"
     )
@@ -135,8 +133,7 @@ def states(data: Any) -> str:
 def token_ledger(data: Any) -> str:
     """Every generated token, by what became of it. The parts add up to the total, or the page says that they don't."""
     book = data.ledger
-    by_fate = {fate: book["by_fate"].get(fate, 0) for fate in look.FATE_COLOURS}
-    by_fate |= {fate: n for fate, n in book["by_fate"].items() if fate not in by_fate}
+    by_fate = look.fates(book)
     total, wasted = book["generated"], sum(by_fate.get(fate, 0) for fate in look.WASTED)
     share = f" ({100 * wasted / total:.1f} %)" if total else ""
     requests = book["requests"]
@@ -149,9 +146,10 @@ def token_ledger(data: Any) -> str:
         notes.append(f"{count(requests['unexplained_tokens'])} are unexplained")
     engines = book["engines"]
     if engines["generated"] is not None:
-        exact = "about " if engines["inexact"] else ""
-        rest = f"{exact}{engines['unaccounted']:+,} beside what requests of this run were told"
-        notes.append(f"engines counted {count(engines['generated'])} generated, {rest}")
+        more, about = engines["unaccounted"], "about " if engines["inexact"] else ""
+        rest = f"{about}{count(abs(more))} {'more' if more > 0 else 'fewer'} than" if more else f"{about}as many as"
+        told = f"engines counted {amount(engines['generated'], 'token')}"
+        notes.append(f"{told}, {rest} the requests of this run that ended")
     wrong = "" if sum(by_fate.values()) == total else '<div class="bad">■ The parts do not add up to the total.</div>'
     tokens = which(total, "token", "tokens")
     return (
@@ -188,7 +186,7 @@ def engines(data: Any, most: int = 12) -> str:
     if not rows:
         body = '<div class="ss-empty">No engine is registered for this run yet.</div>'
     else:
-        body = table([("engine", ""), ("serves", "n"), ("", "")], rows)
+        body = table([("engine", ""), ("serves", "n"), ("weights", "")], rows)
     return f'<div class="ss"><div class="ss-title">Engines<span class="dim">{note}</span></div>{body}</div>'
 
 
@@ -207,7 +205,6 @@ def recent(data: Any) -> str:
     rows = []
     for r in data.recent:
         name = f"{r['group']}/{r['index']}"
-        state = f"{r['status']}, in flight" if r["in_flight"] else r["status"]
         spans = r["version_min"] is not None and r["version_max"] != r["version_min"]
         versions = (
             look.version_key(r["version_min"]) + (" → " + look.version_key(r["version_max"]) if spans else "")
@@ -217,8 +214,8 @@ def recent(data: Any) -> str:
         reward = "–" if r["reward"] is None else f"{r['reward']:.2f}"
         rows.append(
             [
-                link("trajectory", name, run=data.status["run"], sample=name), esc(state), versions,
-                count(r["n_tokens"]), count(r["n_resumes"]), reward, esc(r["group_state"]),
+                link("trajectory", name, run=data.status["run"], sample=name), status(r), versions,
+                count(r["n_tokens"]), count(r["n_resumes"]), reward, state(r["group_state"], r["group_reason"]),
                 age(data.status["as_of"] - r["moved_at"]) + " ago",
             ]
         )  # fmt: skip
@@ -228,5 +225,5 @@ def recent(data: Any) -> str:
     if not rows:
         return f'<div class="ss">{title}<div class="ss-empty">No sample has tokens yet.</div></div>'
     columns = [("sample", "n"), ("status", "n"), ("weights", "n"), ("tokens", "r"), ("resumes", "r"), ("reward", "r"),
-               ("group", "n"), ("moved", "n")]  # fmt: skip
+               ("group is", "n"), ("moved", "n")]  # fmt: skip
     return f'<div class="ss">{title}{table(columns, rows)}</div>'

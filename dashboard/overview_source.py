@@ -11,7 +11,6 @@ from typing import Any
 import sqlalchemy as sa
 import streamlit as st
 
-from samplestore import migrations
 from samplestore.dashboard import source
 from samplestore.dashboard.source import FRESH_S
 from samplestore.engine import Database
@@ -29,8 +28,6 @@ class Overview:
     """Everything on the first page. `status`, `ledger`: see samplestore.queries; `why` as JSON."""
 
     database: str
-    size_bytes: int | None
-    revision: str | None
     settings: dict[str, Any]
     status: dict[str, Any]
     ledger: dict[str, Any]
@@ -60,11 +57,10 @@ def _turn(url: str, run_name: str) -> int:
 
 
 @st.cache_data(ttl=KEEP_S, max_entries=32, show_spinner=False)
-def _totals(url: str, run_name: str, turn: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _totals(url: str, run_name: str, turn: int, _of: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """(status, ledger): counts over a whole run, which cost with its length."""
-    database, of = source.opened(url).database, source.opened(url).existing_run(run_name)
-    began = time.monotonic()
-    told = status.status(database, of.id), ledger.read(database, of.id, exact=False)
+    database, began = source.opened(url).database, time.monotonic()
+    told = status.totals_of(database, _of.id), ledger.read(database, _of.id, exact=False)
     _took(url, run_name)[0] = time.monotonic() - began
     return told
 
@@ -80,10 +76,9 @@ def _now(database: Database, run_id: int) -> dict[str, Any]:
 
 
 @st.cache_data(ttl=FRESH_S, max_entries=32, show_spinner=False)
-def _overview(url: str, run_name: str) -> Overview:
-    database, of = source.opened(url).database, source.opened(url).existing_run(run_name)
-    migrations.require_current(database)
-    told, book = _totals(url, run_name, _turn(url, run_name))
+def _overview(url: str, run_name: str, _of: Run) -> Overview:
+    database, of = source.opened(url).database, _of
+    told, book = _totals(url, run_name, _turn(url, run_name), of)
     live, engines = fleet.workers(database, of.id), fleet.engines(database, of.id)
     told = {
         **told, **_now(database, of.id), "as_of": live["as_of"], "totals_as_of": told["as_of"], "engines": engines,
@@ -91,8 +86,6 @@ def _overview(url: str, run_name: str) -> Overview:
     }  # fmt: skip
     return Overview(
         database.shown_url,
-        database.path.stat().st_size if database.is_sqlite else None,
-        migrations.REVISION,
         of.settings.as_json(),
         told,
         book,
@@ -105,7 +98,7 @@ def _overview(url: str, run_name: str) -> Overview:
 
 def read(of: Run) -> Overview:
     source.store()
-    data = _overview(source.database_url(), of.name)
+    data = _overview(source.database_url(), of.name, of)
     # Both of one look: the ledger's totals may be older than the rest of the page.
     generated = int(data.metrics[f"{PREFIX}tokens/generated"])
     return replace(data, rate=token_rate(of, data.status["as_of"], generated))

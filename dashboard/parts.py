@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from samplestore.dashboard import look
 from samplestore.dashboard.look import age, count, esc, line
-from samplestore.states import GroupState
+from samplestore.states import EVALUATED, TAKEN, GroupState
 
 KEPT = 48  # characters of an address that is not broken
 LATE = 0.5  # of a worker's time to live: its heartbeat should have come twice by then
@@ -96,14 +96,17 @@ def table(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], *, 
     return f'<div class="ss-scroll"><table class="ss-table">{inner}</table></div>'
 
 
-def state(name: str) -> str:
-    """A group's state in its colour, and as a word."""
+def state(name: str, reason: str | None = None) -> str:
+    """A group's state in its colour, and as a word. One that was there to be evaluated is no group that was thrown
+    away, though that is how it is kept out of batches."""
+    if (name, reason) == (GroupState.DROPPED, EVALUATED):
+        return f'<span class="ss-dot" style="background-color:{look.GREY}"></span>evaluated'
     return f'<span class="ss-dot" style="background-color:{look.GROUP_COLOURS.get(name, look.GREY)}"></span>{esc(name)}'
 
 
 def staleness_of(state: str) -> str:
     """Of a group in this state: what its staleness is of."""
-    return "staleness at the lease" if state in (GroupState.LEASED, GroupState.CONSUMED) else "staleness now"
+    return "staleness at the lease" if state in TAKEN else "staleness now"
 
 
 STATUS_MARKS = {"completed": "✓", "truncated": "✂", "failed": "✗", "aborted": "‖", "pending": "…"}
@@ -118,16 +121,16 @@ def status(s: Mapping[str, Any]) -> str:
     return f'<span class="ss-dot" style="background-color:{colour}"></span>{sign} {esc(name)}'
 
 
-def stages(rows: Sequence[Mapping[str, Any]]) -> str:
+def stages(rows: Sequence[Mapping[str, Any]], as_of: float) -> str:
     """What rewards, filters and teachers said. Their errors and details are untrusted."""
     if not rows:
         return empty("No stage has worked on it.")
     columns = [("stage", "n"), ("status", "n"), ("outcome", "n"), ("value", "r"), ("took", "r"), ("failures", "r"),
                ("settled (UTC)", "n"), ("evidence", "")]  # fmt: skip
-    return table(columns, [_stage(r) for r in rows])
+    return table(columns, [_stage(r, as_of) for r in rows])
 
 
-def _stage(r: Mapping[str, Any]) -> list[str]:
+def _stage(r: Mapping[str, Any], as_of: float) -> list[str]:
     good = r["outcome"] in (None, "ok")
     outcome = esc(r["outcome"] or "–") if good else mark("bad", str(r["outcome"]))
     details = "" if not r["details"] else line(json.dumps(r["details"], ensure_ascii=False, default=str), 2000)
@@ -135,7 +138,7 @@ def _stage(r: Mapping[str, Any]) -> list[str]:
     return [
         line(r["name"], 60), esc(r["status"]), outcome, "–" if r["value"] is None else f"{r['value']:.4g}",
         "–" if r["elapsed_s"] is None else look.duration(r["elapsed_s"]), count(r["failures"]),
-        look.clock(r["settled_at"]), error + details or "–",
+        look.moment(r["settled_at"], as_of), error + details or "–",
     ]  # fmt: skip
 
 

@@ -14,8 +14,27 @@ MAX_BADGES = 24
 MAX_ROWS = 200
 
 
-def summary(of: Run, t: Trajectory) -> str:
+def life(t: Trajectory) -> dict[str, Any]:
+    """What a sample's row says, of the life that is shown: the row is that of the present one, so for a former one it
+    is told from its spans. None: not kept."""
     s = t.sample
+    if t.incarnation == s["incarnation"]:
+        return s
+    trained = [span for span in t.spans if span.loss]
+    versions = [v for span in t.spans for v in (span.version_min, span.version_max) if v is not None]
+    told = [span for span in trained if span.logprob_sum is not None]
+    return {
+        **s, "owner": None, "status": "superseded", "error": None, "reward": None, "staleness": None,
+        "finish_reason": t.spans[-1].finish_reason if t.spans else None,
+        "version_min": min(versions, default=None), "version_max": max(versions, default=None),
+        "n_loss_tokens": sum(span.n_tokens for span in trained), "n_aborts": None, "n_resumes": None,
+        "n_without_logprob": sum(span.n_tokens for span in trained) - sum(span.n_tokens for span in told),
+        "logprob_sum": sum(span.logprob_sum or 0.0 for span in told),
+    }  # fmt: skip
+
+
+def summary(of: Run, t: Trajectory) -> str:
+    s = life(t)
     status = "in flight" if s["owner"] is not None else s["status"]
     versions = "–" if s["version_min"] is None else look.version_key(s["version_min"])
     if s["version_max"] is not None and s["version_max"] != s["version_min"]:
@@ -23,14 +42,17 @@ def summary(of: Run, t: Trajectory) -> str:
     scored = s["n_loss_tokens"] - s["n_without_logprob"]
     mean = "–" if scored <= 0 else f"{s['logprob_sum'] / scored:.3f}"
     lag = "unknown" if s["staleness"] is None else f"{s['staleness']} behind"
+    if t.incarnation != s["incarnation"]:
+        lag = "–"
+    images = f", {amount(len(s['images']), 'image')}" if s["images"] else ""
     facts = [
         ("status", look.esc(status) + (f" ({line(s['finish_reason'], 40)})" if s["finish_reason"] else "")),
         ("weights", versions),
         (parts.staleness_of(t.group["state"]), lag if s["n_loss_tokens"] else "no trained tokens"),
         ("reward", "–" if s["reward"] is None else f"{s['reward']:.3f}"),
-        ("prompt", amount(t.n_prompt, "token")),
+        ("prompt", amount(t.n_prompt, "token") + images),
         ("response", f"{amount(t.n_response, 'token')}, {look.count(s['n_loss_tokens'])} trained on"),
-        ("aborts, resumes", f"{s['n_aborts']}, {s['n_resumes']}"),
+        ("aborts, resumes", "–" if s["n_aborts"] is None else f"{s['n_aborts']}, {s['n_resumes']}"),
         ("group", f"{parts.link('group', str(t.group['number']), run=of.name, group=t.group['number'])}: "
                   f"{look.esc(t.group['state'])}"
                   + (f" ({line(t.group['reason'], 60)})" if t.group["reason"] else "")),
@@ -48,9 +70,24 @@ def summary(of: Run, t: Trajectory) -> str:
         extra = f'<div class="dim">It was started afresh; this is incarnation {s["incarnation"]}. See {former}.</div>'
     if s["error"]:
         extra += f'<div class="bad">■ {line(s["error"], 400)}</div>'
-    if s["parent_upto"]:
-        extra += f'<div class="dim">It shares its first {amount(s["parent_upto"], "token")} with another sample.</div>'
+    if s["parent_id"] is not None:
+        extra += f'<div class="dim">{_parent(of, t)}</div>'
     return f'<div class="ss"><div class="ss-legend" style="font-size:.88rem">{made}</div>{extra}</div>'
+
+
+def _parent(of: Run, t: Trajectory) -> str:
+    """Where a fork comes from, and what stands before its own tokens."""
+    number, index = t.group["number"], t.sample["parent_index"]
+    name = "a sample that is gone"
+    if index is not None:
+        name = "sample " + parts.link("trajectory", f"{number}/{index}", run=of.name, sample=f"{number}/{index}")
+    upto = t.sample["parent_upto"]
+    if upto is None:
+        return f"It was forked by {name} with a prompt of its own, which is its first segment."
+    return (
+        f"It branches off {name} after {amount(upto, 'response token')}: they stand between its prompt and its own "
+        "tokens, and are not shown again."
+    )
 
 
 def title(of: Run, t: Trajectory) -> str:
@@ -58,7 +95,7 @@ def title(of: Run, t: Trajectory) -> str:
     name = f"{t.group['number']}/{t.sample['index']}{life}"
     return (
         f'<div class="ss"><div class="ss-head"><span class="name">Sample {name}</span><span class="meta">run '
-        f"{line(of.name, 200)} · {line(of.database.shown_url, 300)} · as of {look.clock(t.as_of)} UTC</span>"
+        f"{line(of.name, 200)} · {line(of.database.shown_url, 300)} · as of {look.when(t.as_of)} UTC</span>"
         "</div></div>"
     )
 
@@ -107,7 +144,7 @@ def segments(t: Trajectory) -> str:
             [
                 seq, look.version_key(s.version_min, s.version_max) if generated else "–",
                 look.esc(s.kind) + ("" if s.loss else ", masked"), line(s.engine or "–", 40),
-                look.count(s.n_tokens), mean, line(s.finish_reason or "–", 40), look.clock(s.last_at),
+                look.count(s.n_tokens), mean, line(s.finish_reason or "–", 40), look.moment(s.last_at, t.as_of),
             ]
         )  # fmt: skip
     note = "neighbouring flushes are merged"
@@ -119,7 +156,7 @@ def segments(t: Trajectory) -> str:
     return f'<div class="ss"><div class="ss-title">Segments<span class="dim">{note}</span></div>{body}</div>'
 
 
-def requests(rows: list[dict[str, Any]]) -> str:
+def requests(rows: list[dict[str, Any]], as_of: float) -> str:
     """Engine calls of this life of the sample."""
     columns: list[Any] = [
         ("engine", "n"), ("prompt", "r"), ("cached", "r"), ("generated", "r"), ("stored", "r"), ("lost", "r"),
@@ -140,7 +177,7 @@ def requests(rows: list[dict[str, Any]]) -> str:
             number(r["lost_tokens"]) + (f" ({line(r['lost_reason'], 40)})" if r["lost_reason"] else ""),
             number(r["resumed_tokens"]), "–" if r["temperature"] is None else f"{r['temperature']:.3g}",
             seconds(r["queue_s"]), seconds(r["e2e_s"]), line(r["finish_reason"] or "–", 40),
-            look.clock(r["started_at"]),
+            look.moment(r["started_at"], as_of),
         ]
         for r in rows
     ]  # fmt: skip
@@ -151,7 +188,7 @@ def requests(rows: list[dict[str, Any]]) -> str:
 def events(t: Trajectory) -> str:
     rows = [
         [
-            look.clock(e["at"]), look.esc(e["kind"].replace("_", " ")), line(e["reason"] or "–", 160),
+            look.moment(e["at"], t.as_of), look.esc(e["kind"].replace("_", " ")), line(e["reason"] or "–", 160),
             "–" if e["version"] is None else look.version_key(e["version"]),
             "–" if e["tokens"] is None else look.count(e["tokens"]),
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -12,16 +13,21 @@ from typing import Any
 import sqlalchemy as sa
 import streamlit as st
 
-from samplestore.dashboard import find
+from samplestore import migrations
+from samplestore.dashboard import evaluated, find
 from samplestore.dashboard.readonly import ENV_DATABASE, ENV_TOKENIZER, open_read_only
+from samplestore.engine import Database
 from samplestore.errors import DatabaseMissing, MissingExtra, RunNotFound, SampleStoreError, SchemaMismatch
+from samplestore.media import Image
 from samplestore.queries import (
     abort_list,
     aborts,
     batch_list,
     data_page,
+    evaluation,
     fleet,
     group_list,
+    images,
     sample_page,
     trajectory,
 )
@@ -50,18 +56,47 @@ def database_url() -> str:
     return url
 
 
+File = tuple[int, int]  # device and inode: a connection stays with them, whatever its path leads to later
+
+
+def _file_of(database: Database) -> File | None:
+    """The file that a SQLite path leads to now. None: none, or PostgreSQL."""
+    if not database.is_sqlite or not database.path.exists():
+        return None
+    found = database.path.stat()
+    return found.st_dev, found.st_ino
+
+
 @st.cache_resource(max_entries=4, show_spinner=False)
+def _opened(url: str) -> tuple[Store, File | None]:
+    file = _file_of(Database(url))  # before it is opened: what comes in between is seen as another file
+    return open_read_only(url), file
+
+
 def opened(url: str) -> Store:
     """The read-only store of a database, opened once."""
-    return open_read_only(url)
+    return _opened(url)[0]
+
+
+@st.cache_data(ttl=FRESH_S, max_entries=4, show_spinner=False)
+def _require_current(url: str) -> None:
+    migrations.require_current(opened(url).database)
 
 
 def store() -> Store:
-    """This database's store. Checked again each time: a file may have been removed or migrated under a running page."""
-    found = opened(database_url())
-    if not found.database.exists():
-        opened.clear()
-        raise DatabaseMissing(found.database.shown_url)
+    """This database's store. Looked at again each time: under a running page a file may have been removed, migrated, or
+    replaced by another one, of which nothing that is known is true. Raises DatabaseMissing, SchemaMismatch."""
+    url = database_url()
+    found, file = _opened(url)
+    now = _file_of(found.database)
+    if now != file:
+        found.database.reader.dispose()
+        st.cache_data.clear()
+        st.cache_resource.clear()
+        if now is None:
+            raise DatabaseMissing(found.database.shown_url)
+        st.rerun()
+    _require_current(url)
     return found
 
 
@@ -115,6 +150,18 @@ class Aborts:
     resumed: dict[str, int]
 
 
+@st.cache_data(ttl=60.0, max_entries=16, max_size=64 * 1024 * 1024, show_spinner=False)
+def _images(url: str, run_id: int, digests: tuple[str, ...]) -> list[Image]:
+    database = opened(url).database
+    found = database.read(lambda c: images.read(c, run_id, digests))
+    return [found[digest] for digest in digests]
+
+
+def pictures(of: Run, digests: Sequence[str]) -> list[Image]:
+    """The images of these digests, in order."""
+    return _images(database_url(), of.id, tuple(digests))
+
+
 @st.cache_data(ttl=FRESH_S, max_entries=16, show_spinner=False)
 def _aborts(url: str, run_id: int, since_s: float) -> Aborts:
     database = opened(url).database
@@ -146,6 +193,16 @@ def batches(of: Run, below: int | None, limit: int) -> tuple[list[dict[str, Any]
     """(batches, timelines)"""
     database = store().database
     return batch_list.page(database, of.id, below=below, limit=limit), batch_list.timelines(database, of.id)
+
+
+@st.cache_data(ttl=10 * FRESH_S, max_entries=16, show_spinner=False)
+def _evaluations(url: str, run_id: int) -> list[evaluation.Evaluation]:
+    return evaluation.newest(opened(url).database, run_id, evaluated.ROWS)
+
+
+def evaluations(of: Run) -> list[evaluation.Evaluation]:
+    store()
+    return _evaluations(database_url(), of.id)
 
 
 @st.cache_data(ttl=10 * FRESH_S, max_entries=16, show_spinner=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 RUN_CHOICE = "run-choice"  # key of its container
 CHART_PX = 230
-CHARTS = ("staleness", "aborts", "over_time", "rewards_chart")  # keys; their room is kept while they are loaded
+CHART = "chart-"  # begins the key of a chart's container: its room is kept while the chart is loaded
 
 # light-dark() follows the color-scheme that Streamlit sets on the page, so one sheet serves both themes.
 _SHEET = """<style>
@@ -15,6 +15,7 @@ _SHEET = """<style>
   font-size: .875rem; line-height: 1.45;
 }
 .ss * { box-sizing: border-box; }
+.ss-verdict, .ss-list, .ss-legend, .ss-title, .ss-empty, .ss.dim, .ss.warn, .ss.ok { overflow-wrap: anywhere; }
 .ss .dim, .ss.dim { color: var(--dim); }
 .ss .num { font-variant-numeric: tabular-nums; }
 .ss .ok, .ss.ok { color: var(--ok); }
@@ -35,6 +36,7 @@ _SHEET = """<style>
 .ss-verdict b { font-weight: 650; }
 .ss-verdict span { color: light-dark(#31333f, #fafafa); }
 .ss-cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(172px, 1fr)); gap: .6rem; }
+@media (max-width: 1240px) { .ss-cards:has(> :nth-child(6)) { grid-template-columns: repeat(3, 1fr); } }
 .ss-card { border: 1px solid var(--line); border-radius: .5rem; padding: .55rem .8rem .6rem; min-width: 0; }
 .ss-card .k { color: var(--dim); font-size: .78rem; }
 .ss-card .v {
@@ -49,6 +51,7 @@ _SHEET = """<style>
 .ss-two { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: .6rem 1.4rem; }
 .ss-title { font-weight: 620; font-size: .95rem; }
 .ss-title .dim { font-weight: 400; font-size: .8rem; margin-left: .5rem; }
+.ss-under { margin-top: -1rem; }
 .ss-bar {
   display: flex; height: 18px; border-radius: 4px; overflow: hidden; background: var(--line);
   margin: .3rem 0 .35rem; gap: 1px;
@@ -103,6 +106,8 @@ _SHEET = """<style>
   white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line); border-radius: .4rem;
   padding: .5rem .7rem; margin: .25rem 0; max-height: 24rem; overflow-y: auto; unicode-bidi: isolate; direction: ltr;
 }
+.ss-images { display: flex; flex-wrap: wrap; gap: .5rem; margin: .3rem 0; align-items: flex-start; }
+.ss-images img { max-width: 100%; max-height: 18rem; border: 1px solid var(--line); border-radius: .3rem; }
 .ss-lane { display: flex; flex-wrap: wrap; gap: .3rem .25rem; align-items: center; margin: .3rem 0; font-size: .82rem; }
 .ss-lane .step {
   border: 1px solid var(--line); border-left: 4px solid var(--c, var(--line)); border-radius: .35rem;
@@ -135,10 +140,11 @@ _SHEET = """<style>
   border-radius: 3px; border: 1px solid; font-family: "Source Sans", system-ui, sans-serif; user-select: none;
 }
 [data-testid="stButtonGroup"] button[role="radio"] { min-height: 2.5rem; }
+/* What is read again stays as it is until the new numbers are there: no fading every few seconds. */
+[data-testid="stElementContainer"][data-stale="true"] { opacity: 1 !important; transition: none !important; }
 .st-key-run-choice { position: fixed; top: .65rem; right: 5rem; width: 17rem; z-index: 999991; }
 @media (max-width: 1000px) { .st-key-run-choice { position: static; } }
 .ss-facts .ss-dot { margin-left: .2rem; }
 </style>"""
 
-_CHARTS = ", ".join(f".st-key-{key}" for key in CHARTS)
-CSS = _SHEET.replace("</style>", f"{_CHARTS} {{ min-height: {CHART_PX}px; }}\n</style>")
+CSS = _SHEET.replace("</style>", f'[class*="st-key-{CHART}"] {{ min-height: {CHART_PX}px; }}\n</style>')

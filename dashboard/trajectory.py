@@ -139,13 +139,12 @@ def _show(of: Run, name: tuple[int, int, int | None], head: Any) -> None:
         _conversation(of, found)
     else:
         token_page.show(of, found, evidence.arrays)
-    left, right = st.columns([1.5, 1], gap="large")
-    left.html(parts.section("Reward", "what its stages said", parts.stages(evidence.stages)))
-    left.html(sample_parts.segments(found))
-    right.html(sample_parts.events(found))
+    st.html(parts.section("Reward", "what its stages said", parts.stages(evidence.stages, found.as_of)))
+    st.html(sample_parts.segments(found))
+    st.html(sample_parts.events(found))
     if evidence.calls:
         st.html(conversation.calls(evidence.calls))
-    st.html(sample_parts.requests(evidence.requests))
+    st.html(sample_parts.requests(evidence.requests, found.as_of))
 
 
 def _conversation(of: Run, found: Trajectory) -> None:

@@ -22,7 +22,8 @@ def read(database: Database, run_id: int, since_s: float) -> dict[str, Any]:
 
     by_reason    events: an abort that a worker stored is one, and the release that gives its sample back another
     over_time    BUCKETS equal parts of the time
-    by_engine, by_worker   requests that were cut short: generated = stored + lost tokens
+    by_engine, by_worker   requests that were cut short: generated = stored + lost tokens, but for `untold` of them, of
+                 which nobody knows how much was generated: their worker died, or lost the sample
     by_version   segments that an abort ended, by the newest weights in them
     cost         tokens: `kept` were stored and carried over by a resume, `lost` were generated and not stored,
                  `prefilled_again` had to be computed anew by an engine that a resume came to
@@ -92,14 +93,14 @@ def _requests(connection: sa.Connection, happened: Any, since: float, column: An
     rows = connection.execute(
         sa.select(
             column.label(name), n, total(r.generated_tokens).label("generated"), total(r.stored_tokens).label("stored"),
-            total(r.lost_tokens).label("lost"),
+            total(r.lost_tokens).label("lost"), sa.func.count().filter(r.generated_tokens.is_(None)).label("untold"),
         )
         .where(_of_samples(happened, r.sample_id), cut, r.finished_at > since)
         .group_by(column)
         .order_by(n.desc(), column)
         .limit(MOST)
     )  # fmt: skip
-    whole = ("cut_short", "generated", "stored", "lost")
+    whole = ("cut_short", "generated", "stored", "lost", "untold")
     return [{name: row._mapping[name], **{k: int(row._mapping[k]) for k in whole}} for row in rows]
 
 

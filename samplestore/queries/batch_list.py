@@ -62,13 +62,19 @@ def page(database: Database, run_id: int, *, below: int | None = None, limit: in
 
 
 def groups(database: Database, run_id: int, batch_id: int) -> list[dict[str, Any]]:
-    """The groups of a batch in its order, at most MAX_GROUPS; empty where the run has no such batch."""
+    """The groups of a batch in its order, at most MAX_GROUPS, each with the batch's step and timeline; empty where the
+    run has no such batch."""
     query = (
         sa.select(
             group.c.number, batch_group.c.state, batch_group.c.staleness, group.c.state.label("group_state"),
-            group.c.n_tokens, group.c.reward_mean, group.c.reward_std, group.c.oldest_version,
+            group.c.n_tokens, group.c.reward_mean, group.c.reward_std, group.c.oldest_version, batch.c.step,
+            batch.c.timeline,
         )
-        .select_from(batch_group.join(group, group.c.id == batch_group.c.group_id))
+        .select_from(
+            batch_group.join(group, group.c.id == batch_group.c.group_id).join(
+                batch, batch.c.id == batch_group.c.batch_id
+            )
+        )
         .where(batch_group.c.batch_id == batch_id, group.c.run_id == run_id)
         .order_by(batch_group.c.position)
         .limit(MAX_GROUPS)

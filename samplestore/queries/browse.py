@@ -76,7 +76,7 @@ def recent(database: Database, run_id: int, limit: int = 10) -> list[dict[str, A
     moved = sa.func.coalesce(sample.c.finished_at, sample.c.progress_at, sample.c.created_at)
     # So many, and not "from this number on": PostgreSQL knows that it is short, and reads the samples of no others.
     newest = (
-        sa.select(group.c.id, group.c.number, group.c.state)
+        sa.select(group.c.id, group.c.number, group.c.state, group.c.reason)
         .where(group.c.run_id == run_id)
         .order_by(group.c.number.desc())
         .limit(RECENT_GROUPS)
@@ -84,7 +84,11 @@ def recent(database: Database, run_id: int, limit: int = 10) -> list[dict[str, A
     )
     query = (
         sa.select(
-            newest.c.number.label("group"), newest.c.state.label("group_state"), moved.label("moved_at"), *_SAMPLE
+            newest.c.number.label("group"),
+            newest.c.state.label("group_state"),
+            newest.c.reason.label("group_reason"),
+            moved.label("moved_at"),
+            *_SAMPLE,
         )
         .select_from(newest.join(sample, sample.c.group_id == newest.c.id))
         .where(sample.c.n_tokens > 0)

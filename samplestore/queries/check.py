@@ -69,8 +69,7 @@ def _requests(connection: sa.Connection, run_id: int) -> Iterator[Finding]:
     kept, counted = ledger.kept_requests(connection, run_id), ledger.counted_requests(connection, run_id)
     yield from _differ(
         TOTALS[0], f"the totals of requests differ from their rows. {ANEW}",
-        {(reason, name): n for reason, each in kept.items() for name, n in each._asdict().items()},
-        {(reason, name): n for reason, each in counted.items() for name, n in each._asdict().items()},
+        ledger.by_amount(kept), ledger.by_amount(counted),
     )  # fmt: skip
 
 
@@ -84,6 +83,7 @@ def _events(connection: sa.Connection, run_id: int) -> Iterator[Finding]:
 
 
 def _differ(code: str, message: str, kept: dict[Any, int], counted: dict[Any, int]) -> Iterator[Finding]:
+    kept, counted = totals.told_alike(kept, counted)
     wrong = sorted(key for key in {*kept, *counted} if kept.get(key, 0) != counted.get(key, 0))
     if wrong:
         shown = [

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import sqlalchemy as sa
 
 from samplestore.models import BatchGroup, BatchRow, Sample, SampleGroup, Stage, Worker
-from samplestore.states import CLAIMABLE, BatchState, GroupState, SampleStatus, StageStatus, WorkerState
+from samplestore.states import CLAIMABLE, TAKEN, BatchState, GroupState, SampleStatus, StageStatus, WorkerState
 
 group, sample, stage, worker, batch, batch_group = (
     t.__table__ for t in (SampleGroup, Sample, Stage, Worker, BatchRow, BatchGroup)
@@ -51,7 +51,7 @@ def groups(run_id: int) -> Iterator[Check]:
         )
     )  # fmt: skip
     done = (group.c.n_open == 0) & (group.c.n_unscored == 0)
-    ended = [s.value for s in (GroupState.READY, GroupState.LEASED, GroupState.CONSUMED)]
+    ended = [s.value for s in (GroupState.READY, *TAKEN)]
     yield (
         "group_stranded",
         "a group's state does not follow from its counters",

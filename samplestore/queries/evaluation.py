@@ -92,6 +92,14 @@ def evaluations(
         return [_read(connection, row, pass_reward) for row in rows]
 
 
+def newest(database: Database, run_id: int, limit: int) -> list[Evaluation]:
+    """The evaluations of a run that began last, the newest first."""
+    last = sa.select(evaluation.c.id).where(evaluation.c.run_id == run_id).order_by(evaluation.c.id.desc()).limit(limit)
+    with database.reading() as connection:
+        ids = list(connection.execute(last).scalars())
+    return sorted(evaluations(database, run_id, ids), key=lambda e: -e.id) if ids else []
+
+
 def datasets(database: Database, run_id: int) -> list[str]:
     """Names of the data sets that are there for evaluation."""
     query = sa.select(dataset.c.name).where(dataset.c.run_id == run_id, dataset.c.purpose == Purpose.EVAL.value)

@@ -25,7 +25,7 @@ MAX_STAGES, MAX_BATCHES = 500, 20
 @dataclass(frozen=True, slots=True)
 class GroupView:
     """A group as it was in one snapshot. `group`: columns of its row, `staleness` (of now; at the lease of what
-    a trainer holds or has consumed), `dataset`, `label`, the
+    a trainer holds or has consumed), `dataset`, `label`, `images` (digests), the
     prompt (`prompt`, JSON as text, cut at PROMPT_TEXT). `stages` are those of the whole group; samples have their
     own. `newest` is the highest number of a group of the run."""
 
@@ -49,7 +49,7 @@ def read(database: Database, run_id: int, number: int) -> GroupView | None:
     with database.reading() as c:
         row = c.execute(
             sa.select(
-                *group.c, prompt.c.dataset, prompt.c.label, prompt.c.n_tokens.label("prompt_tokens"),
+                *group.c, prompt.c.dataset, prompt.c.images, prompt.c.label, prompt.c.n_tokens.label("prompt_tokens"),
                 sa.func.substr(sa.cast(prompt.c.prompt, sa.Text), 1, PROMPT_TEXT).label("prompt"),
                 staleness.shown_lag(run_id).label("staleness"),
             )

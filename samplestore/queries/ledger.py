@@ -78,12 +78,16 @@ def counted_requests(connection: sa.Connection, run_id: int) -> dict[str, Amount
     return totals.by_reason(connection.execute(totals.counted_requests(request.c.run_id == run_id)))
 
 
+def by_amount(by_reason: dict[str, Amounts]) -> totals.Counts:
+    """Counts by (reason, what)."""
+    return {(reason, of): n for reason, amounts in by_reason.items() for of, n in amounts._asdict().items()}
+
+
 def _differences(kept: dict[str, Amounts], counted: dict[str, Amounts]) -> Iterator[dict[str, Any]]:
-    for reason in sorted({*kept, *counted}):
-        change = counted.get(reason, Amounts()).plus(kept.get(reason, Amounts()), -1)
-        for of, n in change._asdict().items():
-            if n:
-                yield {"reason": reason, "of": of, "recounted_minus_kept": n}
+    told, there = totals.told_alike(by_amount(kept), by_amount(counted))
+    for key in sorted({*told, *there}):
+        if n := there.get(key, 0) - told.get(key, 0):
+            yield {"reason": key[0], "of": key[1], "recounted_minus_kept": n}
 
 
 def _requests(connection: sa.Connection, run_id: int, by_reason: dict[str, Amounts]) -> dict[str, Any]:

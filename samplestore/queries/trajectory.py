@@ -140,6 +140,9 @@ def read(
     )  # fmt: skip
 
 
+parent = sample.alias("parent")
+# A fork that was not given its parent's prompt: its own one is its first segment.
+OWN_PROMPT = sample.c.parent_id.is_not(None) & sample.c.parent_upto.is_(None)
 _GROUP_COLUMNS = ("number", "state", "reason", "epoch", "n_samples", "created_at", "ready_at", "settled_at")
 _HEAD = (
     sa.select(
@@ -147,7 +150,9 @@ _HEAD = (
         *[group.c[name].label(f"group_{name}") for name in _GROUP_COLUMNS],
         prompt.c.id.label("prompt_id"),
         prompt.c.dataset,
-        prompt.c.n_tokens.label("prompt_tokens"),
+        sa.case((~OWN_PROMPT, prompt.c.images)).label("images"),
+        sa.select(parent.c.index).where(parent.c.id == sample.c.parent_id).scalar_subquery().label("parent_index"),
+        sa.case((OWN_PROMPT, 0), else_=prompt.c.n_tokens).label("prompt_tokens"),
         staleness.shown_sample_lag(group.c.run_id).label("staleness"),
     )
     .select_from(group.join(sample, sample.c.group_id == group.c.id).join(prompt, prompt.c.id == group.c.prompt_id))

@@ -25,21 +25,23 @@ WAIT_MS = 60_000
 PROBES = ("/_stcore/health", "/_stcore/host-config")
 
 
+def healthy(port: int) -> bool:
+    """Whether a dashboard answers there."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
 @contextmanager
 def serving(logs: Path, *args: str) -> Iterator[str]:
     """The address of `samplestore dashboard` with these arguments."""
     running, port = Processes(logs), free_port()
     server = running.start([sys.executable, "-c", RUN, *args, "--port", str(port)], name="dashboard")
 
-    def healthy() -> bool:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
     try:
-        server.wait_for(healthy, what="it answers", timeout=90)
+        server.wait_for(lambda: healthy(port), what="it answers", timeout=90)
         yield f"http://127.0.0.1:{port}"
     finally:
         running.close()

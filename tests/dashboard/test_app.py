@@ -13,7 +13,7 @@ import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 import samplestore
-from samplestore.dashboard import overview_parts, overview_source, source
+from samplestore.dashboard import frame, overview_parts, overview_source, source
 from samplestore.dashboard.readonly import open_read_only
 from samplestore.engine import sqlite_module
 from samplestore.models import Event, Sample, SampleGroup
@@ -91,7 +91,7 @@ def test_a_ledger_that_does_not_add_up_is_said_so(demo_sqlite: Demo) -> None:
     store = open_read_only(demo_sqlite.url)
     book = store.existing_run().ledger()
     store.database.reader.dispose()
-    data = overview_source.Overview("db", 1, "0001", {}, {}, book, {}, [], {}, {})
+    data = overview_source.Overview("db", {}, {}, book, {}, [], {}, {})
     assert "do not add up" not in overview_parts.token_ledger(data)
     book["by_fate"]["ready"] += 1
     assert "do not add up" in overview_parts.token_ledger(data)
@@ -173,6 +173,22 @@ def test_another_run_can_be_chosen(db_url: str, monkeypatch: pytest.MonkeyPatch)
     at.selectbox[0].set_value("older").run()
     assert "older running" in text(at)
     assert at.query_params["run"] in ("older", ["older"]) and "sample" not in at.query_params
+
+
+def test_a_run_that_is_not_listed_can_be_opened(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of runs has an end; an address leads to any of them."""
+    monkeypatch.setattr(frame, "RUNS", 2)
+    with samplestore.open(sqlite_url) as store:
+        for name in ("oldest", "older", "newer", "newest"):
+            store.run(name)
+    at = start(monkeypatch, sqlite_url)
+    at.query_params["run"] = "oldest"
+    at.run()
+    (choice,) = at.selectbox
+    assert choice.options == ["oldest", "newest", "newer"] and choice.value == "oldest"
+    assert "--run oldest" in text(at)
+    choice.set_value("newer").run()
+    assert "--run newer" in text(at) and at.query_params["run"] in ("newer", ["newer"])
 
 
 def test_a_run_without_prompts_and_without_samples(db_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

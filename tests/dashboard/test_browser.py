@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, TimeoutError, expect
+from playwright.sync_api import Browser, Locator, Page, Route, TimeoutError, expect
 
 from tests.dashboard.browsing import WAIT_MS, serving, watch
 from tests.support.demo_data import Demo
@@ -39,7 +39,9 @@ def test_the_overview_answers_on_the_first_screen(browser: Browser, address: str
     page.goto(address)
     expect(page.locator(".ss-verdict")).to_contain_text("1 of 3 engines does not serve v4 yet", timeout=WAIT_MS)
     expect(page.locator(".ss-card")).to_have_count(6)
-    expect(page.locator('[data-testid="stVegaLiteChart"] svg, [data-testid="stVegaLiteChart"] canvas')).to_have_count(2)
+    expect(page.locator('[data-testid="stVegaLiteChart"] svg, [data-testid="stVegaLiteChart"] canvas')).to_have_count(
+        2, timeout=WAIT_MS
+    )
     for seen in (".ss-verdict", ".ss-cards", ".ss-bar.tall"):
         box = page.locator(seen).bounding_box()
         assert box is not None and box["y"] >= 56 and box["y"] + box["height"] <= 760, seen
@@ -154,18 +156,44 @@ def test_every_page_is_drawn(browser: Browser, address: str, artifacts: Path, th
     watched.check(address)
 
 
-def test_no_choice_is_cut_in_a_narrow_window(browser: Browser, address: str) -> None:
-    watched = watch(browser, width=1280)
+def test_nothing_jumps_when_charts_come(browser: Browser, address: str) -> None:
+    watched = watch(browser)
+    page, held = watched.page, list[Route]()
+    # The charts' code, which a browser asks for when the page is there.
+    page.route("**/*VegaLite*.js", lambda route: held.append(route))
+    page.goto(f"{address}/?refresh=Paused")
+    below = page.locator(".ss-title", has_text="Latest trajectories")
+    expect(below).to_be_visible(timeout=WAIT_MS)
+    before = below.bounding_box()
+    assert held and page.locator("canvas, svg.marks").count() == 0
+    for route in held:
+        route.continue_()
+    expect(page.locator('[data-testid="stVegaLiteChart"] svg, [data-testid="stVegaLiteChart"] canvas')).to_have_count(
+        2, timeout=WAIT_MS
+    )
+    after = below.bounding_box()
+    assert before is not None and after is not None and abs(after["y"] - before["y"]) <= 2
+    watched.check(address)
+
+
+@pytest.mark.parametrize("width", [1000, 1280])
+def test_no_choice_is_cut_in_a_narrow_window(browser: Browser, address: str, width: int) -> None:
+    watched = watch(browser, width=width)
     page = watched.page
-    for name in ("", "aborts", "fleet"):
+    for name, choice in (("", "Paused"), ("aborts", "Paused"), ("fleet", "Paused"), ("groups", "differ")):
         page.goto(f"{address}/{name}")
-        last = page.get_by_role("radio", name="Paused")
+        last = page.get_by_role("radio", name=choice)
         expect(last).to_be_visible(timeout=WAIT_MS)
         box = last.bounding_box()
         assert box is not None
         there = [box["x"] + box["width"] - 3, box["y"] + box["height"] / 2]
         seen = "([x, y]) => document.elementFromPoint(x, y)?.closest('[role=radio]')?.innerText"
-        assert page.evaluate(seen, there) == "Paused", name
+        assert page.evaluate(seen, there) == choice, name
+    page.goto(address)
+    asked = page.get_by_text("What is staleness?")
+    expect(asked).to_be_visible(timeout=WAIT_MS)
+    asked.click()
+    expect(page.get_by_text("the current weight version minus", exact=False)).to_be_visible(timeout=WAIT_MS)
     watched.check(address)
 
 

@@ -51,6 +51,19 @@ def test_it_trains_and_publishes_and_its_engines_follow(builder: Builder) -> Non
     assert not run.why().as_json()["reasons"], "a step can be taken: a healthy run"
 
 
+def test_engines_count_what_they_generate(builder: Builder) -> None:
+    """Beside what the requests that ended were told, their counters have what is in flight, and nothing else."""
+    run, living = builder.run, demo_live.Living(builder)
+    run.drop([builder.calls[0].claim.group_id], "by hand")
+    first, living.ticks = builder.version, demo_live.STEP_TICKS - demo_live.TRAIN_TICKS - 1
+    while builder.version == first:
+        living.tick()
+        told = run.ledger()["engines"]
+        in_flight = sum(call.claim.n_tokens - call.before for call in builder.calls)
+        assert told["unaccounted"] == in_flight and told["counted"] == 3
+    assert all(e["generated_tokens"] > 50 for e in fleet.engines(run.database, run.id))
+
+
 def test_what_an_operator_takes_away_is_let_go(builder: Builder) -> None:
     run, living = builder.run, demo_live.Living(builder)
     run.drop([call.claim.group_id for call in builder.calls], "by hand")

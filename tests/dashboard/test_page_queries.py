@@ -19,6 +19,7 @@ from samplestore.queries import (
     aborts,
     batch_list,
     data_page,
+    evaluation,
     fleet,
     group_list,
     group_page,
@@ -291,6 +292,7 @@ def test_no_question_of_a_page_reads_a_whole_table(demo_sqlite: Demo) -> None:
         lambda: abort_list.resumed_after(db, run.id, 600.0),
         lambda: batch_list.page(db, run.id),
         lambda: batch_list.groups(db, run.id, batch),
+        lambda: evaluation.newest(db, run.id, 10),
         lambda: fleet.workers(db, run.id),
         lambda: data_page.sizes(db, run.id),
     ]

@@ -243,7 +243,7 @@ def demo_groups(demo: Demo) -> list[int]:
 
 def test_a_batch_opens_its_groups(demo_sqlite: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
     at = page(start(monkeypatch, demo_sqlite.url), "batches", batch="2")
-    assert "Groups of the chosen batch 4" in text(at) and "class=on" in html(at)
+    assert "timeline 0; 4 groups, in its order" in text(at) and "class=on" in html(at)
 
 
 def test_tokens_per_second_need_two_looks(demo_sqlite: Demo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ def overview(**changes: Any) -> Any:
             {"kind": "rollout", "state": "live", "heartbeat_age_s": 1.0, "ttl_s": 30.0}
         ], "engines": [], "groups": dict.fromkeys(("dropped", "stale", "consumed"), 0),
     }  # fmt: skip
-    book = {"requests": {"unexplained_tokens": 0}, "by_fate": {}, "generated": 0}
+    book = {"requests": {"unexplained_tokens": 0}, "by_fate": {}, "dropped_by_reason": {}, "generated": 0}
     metrics = changes.pop("metrics", {})
     return SimpleNamespace(status={**status, **changes}, ledger=book, metrics=metrics)
 
@@ -212,6 +212,42 @@ def test_who_ended_with_an_error_and_was_not_replaced_is_an_alarm() -> None:
     again = {**live, "id": 7, "kind": "trainer"}
     for others in ([left_in_order], [again], [{**old, "kind": "rollout", "error": "x"}, left_in_order]):
         assert advisories.of(overview(workers=[live, old, new, *others])) == []
+
+
+def test_a_run_that_is_over_is_no_alarm() -> None:
+    """Everyone said goodbye. Where the last one of a kind died instead, somebody has to look."""
+    worker = {"id": 1, "kind": "rollout", "name": "w", "state": "gone", "error": None}
+    trainer = {**worker, "id": 2, "kind": "trainer"}
+    died_before = {**worker, "id": 0, "state": "dead"}
+    (told,) = advisories.of(overview(workers=[trainer, worker, died_before]))
+    assert told.level == "warn" and told.text.startswith("nobody works on the run any more")
+    for last in ({**worker, "id": 3, "state": "dead"}, {**trainer, "id": 3, "error": "out of memory"}):
+        assert advisories.level(advisories.of(overview(workers=[last, trainer, worker]))) == "bad"
+
+
+def test_tokens_of_evaluations_are_not_wasted() -> None:
+    book = {"by_fate": {"dropped": 300, "consumed": 50_000}, "dropped_by_reason": {"evaluation": 200, "flat": 100}}
+    told = look.fates(book)
+    assert (told["dropped"], told["evaluated"], told["consumed"]) == (100, 200, 50_000)
+    assert list(told)[: len(look.FATE_COLOURS)] == list(look.FATE_COLOURS)
+    assert "evaluated" not in look.fates({"by_fate": {"dropped": 3}, "dropped_by_reason": {"flat": 3}})
+    mostly = {"by_fate": {"dropped": 30_000}, "dropped_by_reason": {"evaluation": 30_000}, "generated": 30_000}
+    run = overview()
+    run.ledger.update(mostly)
+    assert advisories.of(run) == []
+
+
+def test_a_group_that_was_evaluated_is_not_told_as_thrown_away() -> None:
+    assert "evaluated" in parts.state("dropped", "evaluation") and "dropped" not in parts.state("dropped", "evaluation")
+    for other in (parts.state("dropped", "flat"), parts.state("dropped"), parts.state("ready", "evaluation")):
+        assert "evaluated" not in other
+
+
+def test_what_is_of_another_day_has_its_date() -> None:
+    at = 1_796_000_000.0  # 2026-11-30 00:53:20 UTC
+    assert look.moment(at, at + 3600) == "00:53:20" and look.moment(None, at) == "–"
+    assert look.moment(at, at + look.DAY_S) == look.moment(at, at - look.DAY_S) == "2026-11-30 00:53"
+    assert look.moment(at - 3300, at) == "2026-11-29 23:58", "minutes ago, and yesterday"
 
 
 def test_a_runs_name_is_quoted_in_what_to_type() -> None:

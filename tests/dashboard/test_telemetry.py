@@ -19,7 +19,7 @@ def see(run: Run, counter: int, seen_at: float | None) -> float | None:
 
 
 def drawn(run: Run) -> str:
-    return overview_parts.token_ledger(overview_source.Overview("db", 1, "", {}, {}, run.ledger(), {}, [], {}, {}))
+    return overview_parts.token_ledger(overview_source.Overview("db", {}, {}, run.ledger(), {}, [], {}, {}))
 
 
 def test_the_ledger_tells_what_engines_counted(store: samplestore.Store) -> None:
@@ -27,6 +27,6 @@ def test_the_ledger_tells_what_engines_counted(store: samplestore.Store) -> None
     assert "engines counted" not in drawn(run)
     at = see(run, 100, None)
     see(run, 142, at)
-    assert "engines counted 42 generated, +42 beside what requests of this run were told" in drawn(run)
+    assert "engines counted 42 tokens, 42 more than the requests of this run that ended" in drawn(run)
     run.begin_request(run.claim(factory.register(run), 1)[0], "open")
-    assert "engines counted 42 generated, about +42 beside" in drawn(run)
+    assert "engines counted 42 tokens, about 42 more than" in drawn(run)
