@@ -45,6 +45,7 @@ class GroupState(StrEnum):
 
 UNFINISHED_GROUP = (GroupState.OPEN, GroupState.SCORING)
 IN_WINDOW = (GroupState.OPEN, GroupState.SCORING, GroupState.READY)  # what admission counts
+TAKEN = (GroupState.LEASED, GroupState.CONSUMED)  # by a trainer: the staleness to show is that of the lease
 
 GROUP_TRANSITIONS: dict[GroupState, tuple[GroupState, ...]] = {
     GroupState.OPEN: (GroupState.SCORING, GroupState.READY, GroupState.DROPPED, GroupState.STALE),
@@ -183,6 +184,7 @@ class FailedPolicy(StrEnum):
 
 
 EVALUATED = "evaluation"  # the reason of a group that was there to be evaluated, and was
+PROMPT_REFUSED = "prompt refused: "  # how the reason of a dropped group begins whose prompt no engine can take
 EVALUATION_PRIORITY = -(2**31)  # of its samples: below what a data set to train on can have (samplestore/serving.py)
 
 

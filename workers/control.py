@@ -6,29 +6,30 @@ Every answer is checked; what breaks the protocol is an EngineError. Whatever an
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from samplestore.errors import SampleStoreError
 from samplestore.states import WeightUpdateMode
 from samplestore.types import EngineFacts
 from samplestore.verbs.weights import MAX_COUNTER
+from samplestore.workers.checkpoints import require_loadable
 from samplestore.workers.engine_client import EngineClient
-from samplestore.workers.replies import MAX_COUNT, EngineError
+from samplestore.workers.model_folder import ModelFolder, count, read
+from samplestore.workers.replies import EngineError
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 PAUSE_S = 60.0  # mode abort answers when the engine is idle
 MEMORY_S = 120.0  # weights travel between GPU and host
 UPDATE_S = 600.0
-MAX_CONFIG_BYTES = 2**20
 KEYS_SINCE = (0, 5, 12)  # 0.5.9 drops extra_key on its way to the scheduler
 IDS_SINCE = (0, 5, 13)  # before, the ids of a prompt with images were decoded, and the text encoded again
 EMBEDDED = "samplestore-cpu"
 COUNTER = "sglang:generation_tokens_total"
+INFO_PATHS = ("/model_info", "/get_model_info")  # the second: older releases
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ class Server:
     """How an engine was started. context_length: tokens. stream_interval: tokens of a chunk; incremental: chunks are
     deltas. speculative: name of the algorithm. release: version of SGLang, or of samplestore where it is
     the embedded one. deterministic: SGLang heeds seeds only if this is set. stop_ids: tokens that end a response, and
-    image_token: the place of an image in a prompt, both where the model's folder exists on this machine too."""
+    image_token: the place of an image in a prompt, both where the model's folder exists on this machine too. model:
+    what tells its model from others, by name, where known."""
 
     context_length: int | None = None
     vocab_size: int | None = None
@@ -60,6 +62,7 @@ class Server:
     deterministic: bool | None = None
     stop_ids: frozenset[int] = frozenset()
     image_token: int | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +79,18 @@ class Load:
 
 async def info(client: EngineClient, url: str, timeout_s: float = 10.0) -> Info:
     """What an engine serves. Raises EngineError."""
-    told = await _either(client, url, ("/model_info", "/get_model_info"), timeout_s)
+    told = await _either(client, url, INFO_PATHS, timeout_s)
     if told is None:
         raise EngineError("broken", f"{url} is no SGLang engine: it has no /model_info", 404)
     return Info(_text(told.get("weight_version")), _text(told.get("model_path"), 4096))
+
+
+async def served_label(client: EngineClient, url: str, timeout_s: float = 10.0) -> str | None:
+    """Of the weights that an engine serves; None where it does not tell."""
+    try:
+        return (await info(client, url, timeout_s)).label
+    except EngineError:
+        return None
 
 
 async def server(client: EngineClient, url: str, timeout_s: float = 10.0) -> Server:
@@ -89,13 +100,13 @@ async def server(client: EngineClient, url: str, timeout_s: float = 10.0) -> Ser
         return Server()
     # The older name of a flag has another meaning on some releases: only what is told under the newer one counts.
     found = Server(
-        context_length=_count(told.get("context_length")) or await _context(client, url, timeout_s),
-        vocab_size=_count(told.get("vocab_size")),
+        context_length=count(told.get("context_length")) or await _context(client, url, timeout_s),
+        vocab_size=count(told.get("vocab_size")),
         release=_text(told.get("version")),
         embedded=told.get("engine") == EMBEDDED,
-        stream_interval=_count(told.get("stream_interval")),
+        stream_interval=count(told.get("stream_interval")),
         incremental=_flag(told.get("incremental_streaming_output")),
-        page_size=_count(told.get("page_size")),
+        page_size=count(told.get("page_size")),
         metrics=_flag(told.get("enable_metrics")),
         speculative=_text(told.get("speculative_algorithm")),
         routed_experts=_flag(told.get("enable_return_routed_experts")),
@@ -103,10 +114,24 @@ async def server(client: EngineClient, url: str, timeout_s: float = 10.0) -> Ser
         deterministic=_flag(told.get("enable_deterministic_inference")),
     )
     path = _text(told.get("model_path"), 4096)
-    if path is None:
-        return found
-    vocab, stop_ids, image = await asyncio.to_thread(lambda: (_vocab_of(path), stop_ids_of(path), _image_of(path)))
-    return replace(found, vocab_size=found.vocab_size or vocab, stop_ids=stop_ids, image_token=image)
+    folder = ModelFolder() if path is None else await asyncio.to_thread(read, path)
+    return replace(
+        found, vocab_size=found.vocab_size or folder.vocab_size, stop_ids=folder.stop_ids,
+        image_token=folder.image_token, model=await _model(client, url, found, folder, timeout_s),
+    )  # fmt: skip
+
+
+async def _model(
+    client: EngineClient, url: str, found: Server, folder: ModelFolder, timeout_s: float
+) -> dict[str, Any]:
+    told = await _either(client, url, INFO_PATHS, timeout_s) or {}
+    kinds = told.get("architectures")
+    model = {
+        "architecture": _text(kinds[0]) if isinstance(kinds, list) and kinds else None,
+        "vocabulary": found.vocab_size or folder.vocab_size,
+        **{name.replace("_", " "): size for name, size in folder.sizes.items()},
+    }
+    return {name: value for name, value in model.items() if value is not None}
 
 
 async def health(client: EngineClient, url: str, timeout_s: float = 5.0) -> None:
@@ -193,7 +218,17 @@ async def update_from_disk(
         "abort_all_requests": abort_all,
         "flush_cache": flush_cache,
     }
-    answer = await client.post(f"{url}/update_weights_from_disk", body, timeout_s)
+    try:
+        answer = await client.post(f"{url}/update_weights_from_disk", body, timeout_s)
+    except EngineError as error:
+        if error.kind != "unreachable" or error.unconnected:
+            raise
+        raise EngineError(
+            "unreachable",
+            f"{url} broke off while it loaded {path} ({error.message}). A checkpoint that does not fit ends the "
+            "server: see the end of its own log",
+            error.status,
+        ) from error
     if not isinstance(answer, dict) or answer.get("success") is not True:
         said = answer.get("message", answer) if isinstance(answer, dict) else answer
         raise EngineError("refused", f"{url} did not load {path}: {str(said)[:1000]}")
@@ -203,13 +238,19 @@ async def change_weights(
     client: EngineClient, url: str, path: str, label: str, mode: WeightUpdateMode, timeout_s: float = UPDATE_S
 ) -> None:
     """Bring an engine to other weights. abort: what runs is handed back, labelled with the old version, before the
-    weights change. keep: frozen in place, and goes on. drain: the engine waits until it is idle. Raises EngineError,
-    also where it then reports another label.
+    weights change. keep: frozen in place, and goes on. drain: the engine waits until it is idle. Raises EngineError:
+    before the engine is told, where the checkpoint can be seen from here and is not complete or does not fit; also
+    where it then reports another label.
 
     The cache is only emptied in a pause, when nothing runs: with requests that are just ending SGLang 0.5.23 changes
     the weights, keeps the label and answers 400, and older servers die. Where it is not emptied requests carry a cache
     key of their version; 0.5.9 ignores that, so there a drain takes the risk.
     """
+    before = await info(client, url)
+    try:
+        await asyncio.to_thread(require_loadable, path, before.model_path)
+    except SampleStoreError as error:
+        raise EngineError("refused", str(error)) from None
     pauses = {WeightUpdateMode.ABORT: "abort", WeightUpdateMode.KEEP: "in_place"}
     flush = mode == WeightUpdateMode.ABORT
     if mode == WeightUpdateMode.DRAIN:
@@ -335,51 +376,7 @@ async def _context(client: EngineClient, url: str, timeout_s: float) -> int | No
         return None
     models = told.get("data") if isinstance(told, dict) else None
     first = models[0] if isinstance(models, list) and models else None
-    return _count(first.get("max_model_len")) if isinstance(first, dict) else None
-
-
-def _vocab_of(model_path: str) -> int | None:
-    """The vocabulary size of a model folder, where the engine's path exists on this machine too."""
-    return next(
-        (size for part in _parts_of(model_path, "config.json") if (size := _count(part.get("vocab_size")))), None
-    )
-
-
-def _image_of(model_path: str) -> int | None:
-    """The token that stands for an image in the prompts of a model folder, under the names of its families."""
-    for part in _parts_of(model_path, "config.json"):
-        for name in ("image_token_id", "image_token_index"):
-            if (found := _count(part.get(name))) is not None:
-                return found
-    return None
-
-
-def stop_ids_of(model_path: str) -> frozenset[int]:
-    """The end tokens of a model folder, as an engine takes them: those of config.json and of generation_config.json.
-    Empty where they can't be read."""
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        for part in _parts_of(model_path, name):
-            told = part.get("eos_token_id")
-            listed = told if isinstance(told, list) else [told]
-            found |= {id for id in map(_count, listed) if id is not None}
-    return frozenset(found)
-
-
-def _parts_of(model_path: str, name: str) -> list[dict[str, Any]]:
-    """A JSON object of a model folder, and the language model's part of it."""
-    try:
-        with open(os.path.join(model_path, name), "rb") as file:
-            config = json.loads(file.read(MAX_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return []
-    parts = [config, config.get("text_config")] if isinstance(config, dict) else []
-    return [part for part in parts if isinstance(part, dict)]
-
-
-def _count(value: Any) -> int | None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return value if whole and 0 <= value < MAX_COUNT else None
+    return count(first.get("max_model_len")) if isinstance(first, dict) else None
 
 
 def _flag(value: Any) -> bool | None:
@@ -391,5 +388,5 @@ def _text(value: Any, longest: int = 200) -> str | None:
 
 
 def _sum(ranks: list[dict[str, Any]], name: str) -> int | None:
-    counts = [_count(rank.get(name)) for rank in ranks]
+    counts = [count(rank.get(name)) for rank in ranks]
     return None if not counts or None in counts else sum(n for n in counts if n is not None)

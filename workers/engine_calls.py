@@ -20,11 +20,12 @@ Call = Callable[[EngineClient, str], Awaitable[str]]
 
 @dataclass(frozen=True)
 class Told:
-    """What came of one engine: what it said, or the error."""
+    """What came of one engine: what it said, or the error. serves: the label that it has after it failed."""
 
     url: str
     said: str
     failed: bool = False
+    serves: str | None = None
 
 
 def named(engine: list[str] | None, router: str | None) -> list[str]:
@@ -56,9 +57,10 @@ async def at_once(urls: Sequence[str], call: Call, timeout_s: float) -> list[Tol
             async with asyncio.timeout(timeout_s):
                 return Told(url, await call(client, url))
         except EngineError as error:
-            return Told(url, str(error), failed=True)
+            said = str(error)
         except TimeoutError:
-            return Told(url, f"no answer within {timeout_s:g} s", failed=True)
+            said = f"no answer within {timeout_s:g} s"
+        return Told(url, said, failed=True, serves=await control.served_label(client, url, LOOK_S))
 
     async with EngineClient(timeout_s) as client:
         return list(await asyncio.gather(*(one(client, url) for url in urls)))

@@ -40,6 +40,7 @@ class EngineClient:
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self.timeout_s),
             read_bufsize=READ_BUFFER_BYTES,
+            headers={"Accept-Encoding": "identity"},  # a proxy that compresses a stream holds it back
         )
         return self
 
@@ -73,8 +74,9 @@ class EngineClient:
         assert self._session is not None
         try:
             async with asyncio.timeout(timeout_s):
-                async with self._session.request(method, url, json=body) as response:
+                async with self._session.request(method, url, json=body, allow_redirects=False) as response:
                     answer = await (read or _body)(response)
+                    _require_no_redirect(response)
                     if response.status >= 400:
                         raise error_of(answer, response.status)
                     return answer
@@ -97,6 +99,12 @@ class Reply:
         self._splitter = EventSplitter()
         self._ended, self._chunks = False, 0
         self._started = self._look_at = time.monotonic()
+        self._waited, self._patience = 0.0, session.timeout.sock_read or float("inf")
+
+    def got_on(self) -> None:
+        """What was read brought the answer on. A stream that is waited for without that, for as long as it may be
+        silent, is taken for dead as a silent one is: keep-alives of a proxy would hold its sample for ever."""
+        self._waited = 0.0
 
     async def read(self) -> list[Any]:
         """The next chunks, parsed, at least one; none when the reply is over. A stream that ends before its [DONE] just
@@ -107,11 +115,20 @@ class Reply:
             while not chunks and not self._ended:
                 if self._look_at:
                     await self._let_gather()
-                assert self._response is not None
-                chunks = self._events(await self._response.content.readany())
+                chunks = self._events(await self._next_bytes())
             return chunks
         except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
             raise _unreachable(self._base, error) from error
+
+    async def _next_bytes(self) -> bytes:
+        if self._waited > self._patience:
+            raise TimeoutError(f"it sends, but no token for {self._patience:g} s")
+        assert self._response is not None
+        began = time.monotonic()
+        try:
+            return await self._response.content.readany()
+        finally:
+            self._waited += time.monotonic() - began
 
     async def aclose(self) -> None:
         """Let go of the connection: reused where the answer was read to its end, closed where not."""
@@ -122,10 +139,11 @@ class Reply:
     async def _open(self) -> list[Any]:
         """Send the request. A unary answer is one chunk."""
         response = self._response = await self._session.post(
-            f"{self._base}/generate", json=self._body, headers=self._headers
+            f"{self._base}/generate", json=self._body, headers=self._headers, allow_redirects=False
         )
         told = response.headers.get(ROUTED_TO, "")
         self.engine = told.rstrip("/") if _URL.fullmatch(told) else None
+        _require_no_redirect(response)
         if response.status != 200:
             raise error_of(await _body(response), response.status)
         if self._body.get("stream"):
@@ -162,6 +180,13 @@ class Reply:
             await asyncio.sleep(rest)
         finally:
             transport.resume_reading()
+
+
+def _require_no_redirect(response: aiohttp.ClientResponse) -> None:
+    """An engine is where its URL says: what another one answers would be recorded, and aborted, at the wrong one."""
+    if 300 <= response.status < 400:
+        where = response.headers.get("Location", "")[:500]
+        raise EngineError("refused", f"{response.url} sends elsewhere, to {where!r}: give that URL", response.status)
 
 
 def _unreachable(url: str, error: Exception) -> EngineError:

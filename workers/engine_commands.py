@@ -1,23 +1,24 @@
-"""samplestore engines: list, pause, continue, update, abort, release-memory, resume-memory, flush-cache, forget."""
+"""samplestore engines: list, pause, continue, update, abort, release-memory, resume-memory, flush-cache, unlist,
+forget."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
 
 from samplestore.cli import exits
-from samplestore.cli.common import AsJson, Db, RunName, TheRun, existing, opened
+from samplestore.cli.common import AsJson, Db, RunName, TheRun, opened
 from samplestore.cli.output import emit_json, note, printable, say, table, when
 from samplestore.states import WeightUpdateMode
 from samplestore.words import amount, which
-from samplestore.workers import control
+from samplestore.workers import control, routers
 from samplestore.workers.checkpoints import require_complete
-from samplestore.workers.engine_calls import HEALTH_S, Call, Told, at_once, look, looks_alive, named
+from samplestore.workers.engine_calls import HEALTH_S, LOOK_S, look, looks_alive, named
 from samplestore.workers.engine_client import EngineClient
+from samplestore.workers.engine_telling import confirm, finish, tell
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Engines: look at them, tell them what to do.")
 
@@ -94,14 +95,14 @@ def pause(
         await control.pause(client, url, mode, timeout)
         return "paused" if await looks_alive(client, url) else "paused; its health check fails meanwhile"
 
-    told = _tell("pause", call, db, run, engine, router, timeout + HEALTH_S, as_json, {"mode": mode})
+    told = tell("pause", call, db, run, engine, router, timeout + HEALTH_S, as_json, {"mode": mode})
     if any("health" in one.said for one in told if not one.failed):
         note(
             "warning: these engines generate a token to answer /health, so paused they look dead, and a router takes "
             "them out after some minutes. Start them with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0, or go on soon: "
             "samplestore engines continue"
         )
-    _finish(told)
+    finish(told)
 
 
 @app.command("continue")
@@ -119,7 +120,7 @@ def continue_(
         await control.proceed(client, url, timeout)
         return "generates"
 
-    _finish(_tell("continue", call, db, run, engine, router, timeout, as_json))
+    finish(tell("continue", call, db, run, engine, router, timeout, as_json))
 
 
 @app.command()
@@ -138,7 +139,7 @@ def update(
     as_json: AsJson = False,
 ) -> None:
     """Load weights from disk. For engines without a worker: a run's workers do this by themselves when weights are
-    published, and bring engines back to the run's current version."""
+    published, and bring engines back to the run's current version. Refused while somebody else updates one of them."""
     if not 0 < len(label) <= 200:
         raise exits.CommandError("a label has 1 to 200 characters. See: samplestore engines update --help", exits.USAGE)
     require_complete(path)
@@ -148,7 +149,7 @@ def update(
         return f"serves {label}"
 
     details = {"path": str(path.absolute()), "label": label, "mode": mode.value}
-    _finish(_tell("update", call, db, run, engine, router, 2 * timeout, as_json, details))
+    finish(tell("update", call, db, run, engine, router, 2 * timeout, as_json, details))
 
 
 @app.command()
@@ -168,7 +169,7 @@ def abort(
     if bool(rid) == all_:
         raise exits.CommandError("say either --rid or --all. See: samplestore engines abort --help", exits.USAGE)
     if all_:
-        _confirm(yes, "abort --all", "Abort everything that these engines run, of other clients too")
+        confirm(yes, "abort --all", "Abort everything that these engines run, of other clients too")
 
     async def call(client: EngineClient, url: str) -> str:
         if rid:
@@ -177,7 +178,7 @@ def abort(
         await control.abort_all(client, url, timeout)
         return "told to abort everything"
 
-    _finish(_tell("abort", call, db, run, engine, router, timeout, as_json, {"rid": rid, "all": all_}))
+    finish(tell("abort", call, db, run, engine, router, timeout, as_json, {"rid": rid, "all": all_}))
 
 
 Tags: TypeAlias = Annotated[
@@ -202,7 +203,7 @@ def release_memory(
         await control.release_memory(client, url, tag or (), timeout)
         return "released"
 
-    _finish(_tell("release-memory", call, db, run, engine, router, timeout + 20.0, as_json, {"tags": tag}))
+    finish(tell("release-memory", call, db, run, engine, router, timeout + 20.0, as_json, {"tags": tag}))
 
 
 @app.command("resume-memory")
@@ -218,13 +219,13 @@ def resume_memory(
 ) -> None:
     """Take the memory back, with the tags that were released. An engine that has released nothing dies of it. Then
     update the weights, then continue."""
-    _confirm(yes, "resume-memory", "An engine that has not released these tags dies of this. Have all of them")
+    confirm(yes, "resume-memory", "An engine that has not released these tags dies of this. Have all of them")
 
     async def call(client: EngineClient, url: str) -> str:
         await control.resume_memory(client, url, tag or (), timeout)
         return "resumed"
 
-    _finish(_tell("resume-memory", call, db, run, engine, router, timeout + 20.0, as_json, {"tags": tag}))
+    finish(tell("resume-memory", call, db, run, engine, router, timeout + 20.0, as_json, {"tags": tag}))
 
 
 @app.command("flush-cache")
@@ -242,7 +243,27 @@ def flush_cache(
         await control.flush_cache(client, url, timeout)
         return "flushed"
 
-    _finish(_tell("flush-cache", call, db, run, engine, router, timeout, as_json))
+    finish(tell("flush-cache", call, db, run, engine, router, timeout, as_json))
+
+
+@app.command()
+def unlist(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The engine, as the router lists it.")],
+    router: Annotated[str, typer.Option("--router", metavar="URL", help="The router that is to leave it out.")],
+) -> None:
+    """Take an engine out of a router's list: it gets no new requests there, and what runs goes on. For an engine of
+    another model."""
+    [base, engine] = named([router], None) + named([url], None)
+
+    async def call() -> bool:
+        async with EngineClient(LOOK_S) as client:
+            known = engine in await routers.listed(client, base)
+            await routers.unregister(client, base, engine)
+            return known
+
+    if not asyncio.run(call()):
+        raise exits.CommandError(f"router {base} does not list {engine}. See: samplestore engines list --router {base}")
+    say(f"router {base} sends no new requests to {engine}")
 
 
 @app.command()
@@ -270,90 +291,6 @@ def forget(
 
         store.existing_run(owner).transact(work)
         say(f"run {owner} has forgotten engine {url}")
-
-
-# -- telling many engines at once
-
-
-def _tell(
-    what: str, call: Call, db: str | None, run: str | None, engine: list[str] | None, router: str | None,
-    timeout_s: float, as_json: bool, details: dict[str, Any] | None = None,
-) -> list[Told]:  # fmt: skip
-    """Do it at all engines at once, show what each said, and record it where a run is known: one was named, or its
-    engines were taken from the database."""
-    urls = named(engine, router) if engine or router else None
-    if urls is not None and run is None:
-        told = asyncio.run(at_once(urls, call, timeout_s))
-    else:
-        told = _tell_run(what, call, db, run, urls, timeout_s, details or {})
-    if as_json:
-        emit_json({"engines": [{"url": t.url, "ok": not t.failed, "said": t.said} for t in told]})
-    else:
-        table(("engine", "", "said"), [(t.url, "FAILED" if t.failed else "ok", t.said) for t in told])
-    return told
-
-
-def _tell_run(
-    what: str, call: Call, db: str | None, run: str | None, urls: list[str] | None, timeout_s: float,
-    details: dict[str, Any],
-) -> list[Told]:  # fmt: skip
-    from samplestore.queries.inspect import engines
-    from samplestore.verbs.tx import Tx
-    from samplestore.verbs.weights import see_engine
-
-    with opened(db) as store:
-        names = store.run_names()
-        if run is None and len(names) > 1:
-            raise exits.CommandError(
-                f"the database has several runs ({', '.join(names[:20])}): name one with --run NAME, or name engines "
-                "with --engine URL. List the runs with: samplestore runs",
-                exits.USAGE,
-            )
-        owner = existing(store, run)
-        if urls is None:
-            urls = [e["url"] for e in engines(store.database, owner.name)]
-        if not urls:
-            raise exits.CommandError(f"run {owner.name} has no engines. Name some with: --engine URL or --router URL")
-        told = asyncio.run(at_once(urls, call, timeout_s))
-
-        def record(tx: Tx) -> None:
-            for one in told:
-                tx.event(
-                    f"engine_{what.replace('-', '_')}", one.said if one.failed else None,
-                    details={**details, "url": one.url, "ok": not one.failed},
-                )  # fmt: skip
-                if what == "update" and not one.failed:
-                    see_engine(tx, one.url, details["label"])
-
-        owner.transact(record)
-        if what == "update":
-            current = next(v.label for v in owner.weight_versions() if v.version == owner.current_version)
-            if current != details["label"]:
-                note(
-                    f"warning: run {owner.name} is at {current}, and its workers bring engines back to that. To change "
-                    f"it: run.publish_weights({details['path']!r})"
-                )
-        return told
-
-
-def _confirm(yes: bool, command: str, question: str) -> None:
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise exits.CommandError(
-            f"nobody is there to ask. {question}? Say so with: samplestore engines {command} --yes", exits.USAGE
-        )
-    typer.confirm(question, abort=True)
-
-
-def _finish(told: list[Told]) -> None:
-    failed = [one for one in told if one.failed]
-    if failed:
-        note(
-            f"error: {len(failed)} of {amount(len(told), 'engine')} did not do it; {failed[0].url}: {failed[0].said}. "
-            "Look with: samplestore engines list --live"
-        )
-        raise typer.Exit(exits.ENGINE)
 
 
 # -- list --live

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
-from samplestore.codec import MAX_REWARD
+from samplestore import codec
 from samplestore.errors import EpisodeDiverged, EpisodeLimit, EpisodeTruncated, LeaseLost, SampleStoreError
 from samplestore.queries import episodes as queries
 from samplestore.run import Run
@@ -304,7 +304,9 @@ def _ending(turns: Turns, context: Context, reward: float | None) -> fanout.End:
 
 def number(claim: Claim, value: Any) -> float:
     """The reward that an episode gives. Raises EpisodeFailed."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > MAX_REWARD:
-        what = f"its reward is {value!r:.100}; an episode gives a number from -1e25 to 1e25, NaN or None"
-        raise EpisodeFailed(claim.sample_id, what)
-    return float(value)
+    told = math.nan if isinstance(value, float) and math.isnan(value) else codec.reward(value)
+    if told is None:
+        raise EpisodeFailed(
+            claim.sample_id, f"its reward is {value!r:.100}; an episode gives {codec.REWARDS}, NaN or None"
+        )
+    return told

@@ -65,8 +65,7 @@ def decode(data: str, shape: ExpertShape, rows: int) -> npt.NDArray[np.int32]:
         raise EngineError(
             "broken",
             f"routed_experts has {amount(len(raw), 'byte')}, expected {amount(rows, 'row')} or more of "
-            f"{amount(shape.layers, 'layer')} x "
-            f"top {shape.top_k} in int32",
+            f"{amount(shape.layers, 'layer')} x top {shape.top_k} in int32",
         )
     table = np.frombuffer(raw, dtype="<i4").reshape(-1, shape.layers, shape.top_k)
     part = table[len(table) - rows :]

@@ -7,9 +7,8 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -19,7 +18,8 @@ from samplestore.verbs import weights
 from samplestore.workers import control, routers
 from samplestore.workers.dispatch import NO_LIMITS, Dispatcher, EngineLimits, Target
 from samplestore.workers.engine_client import EngineClient
-from samplestore.workers.replies import MAX_CUMULATIVE_TOKENS, MIN_CUMULATIVE_CHUNK, EngineError, ReplyReader
+from samplestore.workers.members import Members, Needs
+from samplestore.workers.replies import EngineError, ReplyReader
 from samplestore.workers.updates import Updates
 
 log = logging.getLogger("samplestore.fleet")
@@ -30,19 +30,8 @@ Read = Callable[[Callable[[sa.Connection], Any]], Awaitable[Any]]
 PROBE_S, PROBE_EVERY_S = 30.0, 10.0  # for a probe's answer; between two probes of a failed engine
 PROBE_PROMPT = [0]
 LAST_COUNT_S = 3.0
+GRACE_S = 10.0  # for weights that are announced after engines serve them: who drives updates himself may do so
 COUNTERS_S = 15.0  # between two readings of an engine's load and token counter
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What a worker will ask of engines, held against what they and the router can do before anything is asked."""
-
-    streams: bool
-    max_new_tokens: int
-    sampling: frozenset[str]
-    fields: frozenset[str]  # of the request's top level
-    routed_experts: bool
-    seeded: bool = False
 
 
 class Fleet:
@@ -61,12 +50,7 @@ class Fleet:
         self.given = [u.rstrip("/") for u in urls]
         self.direct = direct or self.router is None
         self.engines: dict[str, str | None] = dict.fromkeys(self.given)  # url -> label that it last reported
-        self.context_length: int | None = None  # the shortest of the fleet: a longer request would be refused
-        self.vocab_size: int | None = None  # the smallest of the fleet
-        self.stop_ids: frozenset[int] = frozenset()  # end tokens of its model
-        self.image_token: int | None = None  # the place of an image in a prompt of its model
-        self.deterministic: set[str] = set()  # draw by seeds
-        self.rewriting: set[str] = set()  # make tokens of their own of prompts with images
+        self.members = Members(needs)  # what they are
         self.looked = False  # whether the engines have been asked once
         self.unfit: set[str] = set()  # the database says that they failed
         self.updates = Updates(client, write, worker_id, self.mode, self.router, update_timeout_s)
@@ -75,7 +59,9 @@ class Fleet:
         self._dispatcher = Dispatcher(limits)
         self._through: routers.Router | None = None
         self._router_away = False  # no connection to it; until it lists its engines again
-        self._strangers: set[str] = set()  # serve weights that this run has not published, and cannot load
+        self._strangers: dict[
+            str, tuple[str, float]
+        ] = {}  # url -> why its tokens could never be trained on, since when
         self._down: set[str] = set()  # did not answer when last asked
         self.wanted: str | None = None  # the label that engines should serve, where we can bring them to it
         self._probed: dict[str, float] = {}  # url -> when it was last probed
@@ -96,7 +82,7 @@ class Fleet:
         """Engines that answer, are not known to be broken, and serve weights that the run knows."""
         if self._router_away:
             return []
-        return sorted(self.engines.keys() - self._down - self.unfit - self._strangers)
+        return sorted(self.engines.keys() - self._down - self.unfit - self._strangers.keys())
 
     @property
     def queueing(self) -> bool:
@@ -179,7 +165,7 @@ class Fleet:
         all, or loading is not our business) a probe tells whether somebody has repaired it."""
         due = time.monotonic() - self._probed.get(url, -PROBE_EVERY_S) >= PROBE_EVERY_S
         running = url in self._probes and not self._probes[url].done()
-        if not due or running or (self.wanted is not None and label != self.wanted):
+        if not due or running or url in self._strangers or (self.wanted is not None and label != self.wanted):
             return False
         self._probed[url] = time.monotonic()
         return True
@@ -221,12 +207,44 @@ class Fleet:
         self._router_away = False
         for gone in self.engines.keys() - set(urls):
             del self.engines[gone]
+            self._strangers.pop(gone, None)
+        self.members.keep(urls)
         # At once: one engine that hangs must not keep the others from being seen and updated.
-        failures = await asyncio.gather(*(self._look(url) for url in urls), return_exceptions=True)
-        for failure in failures:
-            if failure is not None:
-                raise failure
+        await _all(self._meet(url) for url in urls)
+        self._judge_models()
+        await _all(self._look(url) for url in urls)
+        await self._part()
         self.looked = True
+
+    def _judge_models(self) -> None:
+        """Tokens of another model would be taken for this one's: a fresh engine of any model says "default". Where that
+        shows at the start, nobody can tell who is right. Raises EngineError("setup")."""
+        odd = self.members.judge(self.unfit)
+        new = sorted(odd.keys() - self.unfit)  # the others were taken out before
+        if new and not self.looked:
+            raise EngineError(
+                "setup", f"{new[0]}: {odd[new[0]]}. All engines of a run serve one model. {self._cure(new[0])}"
+            )
+
+    async def _part(self) -> None:
+        """Strangers beside engines that belong: a router would send them requests, so one ends the worker at its start,
+        and is taken out of the router's list later. It comes back as a failed one does. Where all are strangers nothing
+        is claimed, and nobody's router is touched: it may be that of another database. Raises EngineError("setup")."""
+        odd = sorted(self._strangers.keys() - self.unfit)
+        if not odd or not self.fit:
+            return
+        for url in odd:
+            why, since = self._strangers[url]
+            if not self.looked and not self.direct:
+                raise EngineError("setup", f"{url}: {why}. Or: {self._cure(url)}")
+            late = not self.direct and time.monotonic() - since >= GRACE_S
+            if late or self.members.why_other(url) is not None:
+                await self._leave_out(url, why)
+
+    def _cure(self, url: str) -> str:
+        if url in self.given or self.router is None:
+            return f"Start the worker without --engine {url}"
+        return f"Take it out with: samplestore engines unlist {url} --router {self.router}"
 
     async def _discovered(self) -> list[str]:
         try:
@@ -237,14 +255,16 @@ class Fleet:
             log.warning("router=%s lists no engines, going on with those known: %s", self.router, error)
             return list(self.engines)
 
-    async def _look(self, url: str) -> None:
+    async def _meet(self, url: str) -> None:
+        """See whether an engine answers and what it serves; of one that is new, or was started again, also how."""
         before = self.engines.get(url)
         try:
             if before is None and url in self.given and await routers.is_router(self.client, url):
                 raise EngineError("setup", f"{url} is a router, not an engine. Say --router {url}")
             label = (await control.info(self.client, url)).label
-            if before != label:  # new, or started again: perhaps otherwise
-                self._hold_against_needs(url, await control.server(self.client, url))
+            fresh = before is None or url in self._down
+            if fresh or before != label:  # it may have been started otherwise
+                self.members.learn(url, await control.server(self.client, url), fresh)
         except EngineError as error:
             if error.kind == "setup" and not self.looked:
                 raise  # one that joins later is left out: the others do well without it
@@ -255,60 +275,39 @@ class Fleet:
         if url in self._down:
             log.info("engine=%s answers now", url)
         self._down.discard(url)
-        if url in self.updates.running:
+        if url not in self.updates.running:
+            self.engines[url] = label
+
+    async def _look(self, url: str) -> None:
+        """Record what an engine serves, and judge it."""
+        if url in self._down or url in self.updates.running:
             return
+        label = self.engines[url]
         await self._ask_queue(url)
-        self.engines[url] = label
         if self.drives and not await self._settled(url, label):
             return
         row = await self._record(url, label)
-        self._judge_label(url, row)
+        self._judge(url, row)
         if url in self.unfit and row["owner"] is None and self._due_for_probe(url, label):
             # by itself: an engine that hangs would keep all from being looked at
             self._probes[url] = asyncio.create_task(self._recover(url, label))
 
-    def _judge_label(self, url: str, row: Any) -> None:
-        """Tokens of weights that the run does not know can never be trained on: an engine that has them, and that no
-        update brings to others, gets no requests."""
-        if row["version"] is not None or row["label"] is None or (self.drives and self.wanted is not None):
-            self._strangers.discard(url)
+    def _judge(self, url: str, row: Any) -> None:
+        """An engine of another model, or of weights that the run does not know and that no update brings to others,
+        gets no requests: its tokens could never be trained on."""
+        why = self.members.why_other(url)
+        if why is not None:
+            why = f"{why}. {self._cure(url)}"
+        elif row["version"] is None and row["label"] is not None and not (self.drives and self.wanted):
+            why = (
+                f"it serves {row['label']!r}, which this run has not published. Bring it to the run's weights with: "
+                f"samplestore engines update --engine {url} --path MODEL --label default"
+            )
+        if why is None:
+            self._strangers.pop(url, None)
         elif url not in self._strangers:
-            self._strangers.add(url)
-            log.error(
-                "engine=%s serves %r, which this run has not published: it gets no requests. Bring it to the run's "
-                "weights with: samplestore engines update --engine %s --path MODEL --label default",
-                url, row["label"], url,
-            )  # fmt: skip
-
-    def _hold_against_needs(self, url: str, server: control.Server) -> None:
-        """What cannot work, or would cost too much, is an error now and not a gap in the data later."""
-        needs = self.needs
-        self.stop_ids |= server.stop_ids
-        self.image_token = server.image_token if self.image_token is None else self.image_token
-        _keep(self.deterministic, url, bool(server.deterministic))
-        _keep(self.rewriting, url, control.rewrites_beside_images(server))
-        for name in ("context_length", "vocab_size"):
-            if (told := getattr(server, name)) is not None:
-                setattr(self, name, min(told, getattr(self, name) or told))
-        costly = needs.max_new_tokens > MAX_CUMULATIVE_TOKENS and (server.stream_interval or 1) < MIN_CUMULATIVE_CHUNK
-        if needs.streams and server.incremental is False and costly:
-            raise EngineError(
-                "setup",
-                f"{url} streams cumulatively, every {server.stream_interval or 1} tokens: of a response of "
-                f"{needs.max_new_tokens:,} tokens each would be sent hundreds of times. Start it with: "
-                f"--incremental-streaming-output, or with --stream-interval {MIN_CUMULATIVE_CHUNK}; or the worker with "
-                "--mode sliced",
-            )
-        if needs.routed_experts and server.routed_experts is False:
-            raise EngineError(
-                "setup", f"{url} returns no routed experts. Start it with: --enable-return-routed-experts"
-            )
-        if needs.seeded and server.deterministic is False:
-            raise EngineError(
-                "setup",
-                f"{url} ignores sampling_seed. Start it with: --enable-deterministic-inference; or make a run without "
-                "seeds",
-            )
+            self._strangers[url] = why, time.monotonic()
+            log.error("engine=%s gets no requests: %s", url, why)
 
     async def _record(self, url: str, label: str | None) -> Any:
         """Write what an engine serves; now and then also its load and its count of generated tokens."""
@@ -344,7 +343,9 @@ class Fleet:
         return True
 
     async def follow(self, url: str) -> None:
-        """Bring an engine to the run's current version, unless another process does."""
+        """Bring an engine to the run's current version, unless another process does, or it serves another model."""
+        if self.members.why_other(url) is not None:
+            return
         await self.updates.follow(url, self.engines, url in self.unfit)
 
     # -- aborts
@@ -383,9 +384,8 @@ class Fleet:
         await self.updates.close(timeout_s)
 
 
-def _keep(among: set[str], url: str, belongs: bool) -> None:
-    """It may have been started again, otherwise."""
-    if belongs:
-        among.add(url)
-    else:
-        among.discard(url)
+async def _all(looks: Iterable[Awaitable[None]]) -> None:
+    """Wait for all of them; then raise what the first that failed raised."""
+    for failure in await asyncio.gather(*looks, return_exceptions=True):
+        if failure is not None:
+            raise failure

@@ -30,6 +30,8 @@ Write = Callable[..., Awaitable[Any]]
 Together = Callable[[Sequence[Call]], Awaitable[list[Any]]]
 Part = tuple[int, int, tuple[str | None, ...]]  # of the pending tokens: from, to, and whose weights made them
 GREEDY_BELOW = 1e-6
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")  # each request begins with the first symbol
+PER_REQUEST = ("stop", "stop_regex", "frequency_penalty", "presence_penalty", "repetition_penalty")
 EXPERT_FIELDS = ("return_routed_experts", "routed_experts_start_len")
 CONTEXT_MARGIN = 6  # SGLang refuses prompts within 6 tokens of its context, and stops 2 before it
 
@@ -57,6 +59,22 @@ class Limits:
         given = {**self.sampling, **(sampling or {})}
         return replace(self, sampling=given, max_new_tokens=max_new_tokens or self.max_new_tokens)
 
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether one response may be made by several requests."""
+        return self.resumes or self.mode == "sliced"
+
+    def cut_in_two(self) -> str | None:
+        """What a response that several requests make gets less of than one of one request; None: nothing."""
+        names = [name for name in PER_REQUEST if self.sampling.get(name)]
+        if not names or not self.may_be_cut:
+            return None
+        return (
+            f"{', '.join(names)}: engines heed this within a request. In a sample that is resumed or made in slices a "
+            "stop string that the cut divides is not seen, and penalties count from the cut. For exact ones: "
+            "stop_token_ids, or a run with resume=False and --mode stream"
+        )
+
 
 class Outcome:
     FINISHED, ABORTED, CUT, BUSY = "finished", "aborted", "cut", "busy"
@@ -81,7 +99,7 @@ class Request:
         closing: Callable[[int, str, int], Call | None],
         versions: Callable[[str | None], Awaitable[int | None]], labels_before: set[str | None],
         why_aborted: Callable[[str | None], str], cache_label: Callable[[], str | None] | None = None,
-        image_data: Sequence[str] = (), prompt_tokens: int | None = None,
+        image_data: Sequence[str] = (), prompt_tokens: int | None = None, turn_start: int = 0,
     ) -> None:  # fmt: skip
         self.engine: str | None = None  # who answers, as far as it is known
         self.error: EngineError | None = None  # what ended it early
@@ -93,6 +111,7 @@ class Request:
         self.direct = False  # no router between
         self.image_data = image_data  # the prompt's images, as data URLs
         self.prompt_tokens = prompt_tokens  # what the engine must make of prompt and images, where it is known
+        self.turn_start = turn_start  # response position where its turn began
         self.shares: str | None = None  # the label whose cache it shares
         self.rid = secrets.token_hex(16)  # fixed length: some engines abort by prefix
         self.reader, self.pending = ReplyReader(), Pending()
@@ -151,7 +170,7 @@ class Request:
         body = {
             "rid": self.rid,
             "input_ids": [*claim.prompt_ids.tolist(), *claim.response_ids.tolist()],
-            "sampling_params": {**self.sampling, "max_new_tokens": n},
+            "sampling_params": {**self.sampling, "max_new_tokens": n, **self._least(n)},
             "return_logprob": True,
             "stream": streaming,
         }
@@ -165,6 +184,14 @@ class Request:
             body["return_routed_experts"] = True
             body["routed_experts_start_len"] = self.first_row
         return body
+
+    def _least(self, most: int) -> dict[str, int]:
+        """An engine counts min_new_tokens from its prompt's end: what earlier requests of the turn have made is part
+        of it. It refuses a least that is beyond the most, as that of a slice would be."""
+        wanted = self.sampling.get("min_new_tokens")
+        if not wanted:
+            return {}
+        return {"min_new_tokens": max(0, min(most, wanted - (self.claim.n_tokens - self.turn_start)))}
 
     async def _read(self, base: str, budget: int) -> str:
         """Read to the end. A reply is complete by its finish_reason alone: some routers say [DONE] after an error."""
@@ -239,14 +266,17 @@ class Request:
     def _take_all(self, reply: Reply, chunks: list[Any]) -> bool:
         """Take the chunks of one read; whether there were any."""
         self.engine = reply.engine or self.engine
-        reader = self.reader
+        reader, before = self.reader, self.reader.totals.completion_tokens
         for chunk in chunks:
             self._take(reader.feed(chunk))
             if reader.chunks == 1:
+                self._require_own_answer()
                 self._require_own_cache()
                 self._require_own_prompt()
             if reader.cumulative and (cost := reader.too_costly()) is not None:
                 raise EngineError("setup", cost)
+        if reader.totals.completion_tokens > before:
+            reply.got_on()
         return bool(chunks)
 
     # -- versions
@@ -262,6 +292,13 @@ class Request:
         if not self.held:
             self.certain, self.certain_label = len(self.pending.ids), delta.label
         self.last_label = delta.label
+
+    def _require_own_answer(self) -> None:
+        """Raises EngineError("broken") for the answer to another call, as a proxy that mixes them up would give."""
+        told = self.reader.totals.rid
+        if told is not None and told != self.rid:
+            self.pending = Pending()  # none of it is kept
+            raise EngineError("broken", f"the answer is that of the call {told[:100]!r}, not of {self.rid}")
 
     def _require_own_cache(self) -> None:
         """The weights may have changed between this request's key and its start: then its prefix could come from keys

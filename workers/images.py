@@ -19,7 +19,7 @@ from samplestore.types import Claim
 from samplestore.workers import control
 from samplestore.workers.fleet import Fleet
 from samplestore.workers.generation import Limits
-from samplestore.workers.replies import EngineError
+from samplestore.workers.replies import EngineError, PromptRefused
 
 request, segment = Request.__table__, Segment.__table__
 
@@ -60,10 +60,10 @@ def require_kept(fleet: Fleet, claim: Claim, limits: Limits) -> None:
             "an image has more tokens in the engine than in its prompt, so routed experts can't be told by row. Start "
             "the worker without --routed-experts",
         )
-    if fleet.rewriting and (limits.resumes or claim.n_tokens):
+    if (rewriting := fleet.members.rewriting) is not None and (limits.resumes or claim.n_tokens):
         raise EngineError(
             "setup",
-            f"{min(fleet.rewriting)} is older than SGLang {'.'.join(map(str, control.IDS_SINCE))}: it decodes prompts "
+            f"{rewriting} is older than SGLang {'.'.join(map(str, control.IDS_SINCE))}: it decodes prompts "
             "with images and encodes them again, so that a sample can't go on from its tokens. Start a newer one, or "
             "make the run with resume=False",
         )
@@ -71,17 +71,16 @@ def require_kept(fleet: Fleet, claim: Claim, limits: Limits) -> None:
 
 def require_places(claim: Claim, place: int | None) -> None:
     """One place for each image, as chat templates write it: where there are more, SGLang fails, or never answers; of
-    models whose template writes other tokens there is none. Raises EngineError("refused")."""
+    models whose template writes other tokens there is none. Raises PromptRefused, EngineError("refused")."""
     if place is None:
         return
     n, generated = (int(np.count_nonzero(ids == place)) for ids in (claim.prompt_ids, claim.response_ids))
     if generated:
         raise EngineError("refused", f"token {place} in the response is the place of an image: no engine can go on")
     if n and n != len(claim.images):
-        raise EngineError(
-            "refused",
+        raise PromptRefused(
             f"the prompt has places for images (token {place}): {n}, images: {len(claim.images)}. Write one place for "
-            "each image, as the chat template does; the engine gives it the tokens that the image needs",
+            "each image, as the chat template does; the engine gives it the tokens that the image needs"
         )
 
 

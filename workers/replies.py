@@ -42,6 +42,25 @@ class EngineError(SampleStoreError):
         super().__init__(f"engine {kind}{shown}: {self.message}")
 
 
+class PromptRefused(EngineError):
+    """No engine of the run can take this prompt: it is too long for their context, or has tokens that are not in their
+    vocabulary, or an image that is none, or not one place for each image. Its samples end at once, and it is not served
+    again."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__("refused", message, status)
+        self.args = (self.message,)
+
+
+# SGLang's words (0.5.9 to 0.5.23) for what is wrong with a prompt, and not with how the run samples.
+OF_PROMPTS = ("longer than the model's context", "Requested token count exceeds", "while loading IMAGE", "aspect ratio")
+
+
+def refuses_prompt(error: EngineError) -> bool:
+    """Whether an engine refused a request for its prompt, which it would each time."""
+    return error.kind == "refused" and error.status == 400 and any(words in error.message for words in OF_PROMPTS)
+
+
 def parse_json(data: bytes) -> Any:
     """JSON as engines write it. orjson is fast; some engines write NaN, which only the standard parser takes."""
     try:
@@ -99,6 +118,7 @@ class Totals:
     finish_reason: str | None = None
     finish_message: str | None = None
     label: str | None = None
+    rid: str | None = None
     spans: list[dict[str, Any]] | None = None
     spec: dict[str, Any] = field(default_factory=dict)
     routed_experts: str | None = None
@@ -128,8 +148,7 @@ class ReplyReader:
             return None
         return (
             f"a cumulative stream of {amount(total, 'token')} in {self.chunks} chunks: its bytes grow with the "
-            "square of its "
-            "length. Start the engine with --incremental-streaming-output, or with --stream-interval "
+            "square of its length. Start the engine with --incremental-streaming-output, or with --stream-interval "
             f"{MIN_CUMULATIVE_CHUNK}, or the worker with --mode sliced"
         )
 
@@ -153,6 +172,8 @@ class ReplyReader:
         seen = totals.completion_tokens
         total = _total(meta, ids, seen, reason)
         new = total - seen
+        if new and totals.finish_reason is not None:
+            raise EngineError("broken", f"{amount(new, 'token')} after its finish_reason {totals.finish_reason!r}")
         if len(ids) < new:
             ids = _ids_of(entries, seen, total) or ids
         if len(ids) < new:
@@ -174,7 +195,7 @@ class ReplyReader:
         """A chunk like nearly all of them: in the middle of an incremental stream, with new tokens and nothing else
         that is new. Anything unusual in it gives None, and `feed` looks into all, which costs a third more."""
         totals = self.totals
-        if not self._numbers:
+        if not self._numbers or totals.finish_reason is not None:
             return None
         try:
             meta, ids = chunk["meta_info"], chunk["output_ids"]
@@ -217,7 +238,7 @@ class ReplyReader:
         counted = meta.get("output_token_logprobs_length", total)
         if counted != total:
             raise EngineError(
-                "broken", (f"{amount(total, 'token')} by completion_tokens, but {str(counted)[:40]} log-probs")
+                "broken", f"{amount(total, 'token')} by completion_tokens, but {str(counted)[:40]} log-probs"
             )
         values = _pairs(entries if len(entries) == len(ids) else entries[-len(ids) :], ids)
         if not self._numbers:  # one number settles it: what follows costs nothing
@@ -227,6 +248,7 @@ class ReplyReader:
 
     def _note(self, meta: dict[str, Any]) -> None:
         t = self.totals
+        t.rid = meta["id"] if isinstance(meta.get("id"), str) else t.rid
         t.prompt_tokens = _count(meta.get("prompt_tokens"), t.prompt_tokens)
         t.cached_tokens = _count(meta.get("cached_tokens"), t.cached_tokens)
         t.retractions = _count(meta.get("num_retractions", meta.get("total_retractions")), t.retractions)

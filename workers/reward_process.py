@@ -31,7 +31,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from samplestore.codec import MAX_REWARD
+from samplestore import codec
 from samplestore.words import amount
 from samplestore.workers.rewards import BUILTINS, MAX_REQUEST_BYTES, RewardSample
 from samplestore.workers.slime_types import SlimeArgs, SlimeSample, takes_args
@@ -159,8 +159,8 @@ def to_reward(value: Any, key: str | None = None) -> tuple[float | None, dict[st
         reward = float(value)
     except (OverflowError, ValueError) as error:
         raise BadReturn(f"the reward function returned {shown}, which is not a finite float") from error
-    if not abs(reward) <= MAX_REWARD:
-        raise BadReturn(f"the reward function returned {shown}; a reward is a number from -1e25 to 1e25")
+    if codec.reward(reward) is None:
+        raise BadReturn(f"the reward function returned {shown}; a reward is {codec.REWARDS}")
     return reward, details
 
 
@@ -170,7 +170,7 @@ def to_rewards(value: Any, n: int, key: str | None = None) -> tuple[list[float |
     if callable(getattr(value, "tolist", None)):
         value = value.tolist()  # a tensor or array
     if not isinstance(value, list | tuple) or len(value) != n:
-        got = f"{amount(len(value), 'value')}" if isinstance(value, list | tuple) else type(value).__name__
+        got = amount(len(value), "value") if isinstance(value, list | tuple) else type(value).__name__
         raise BadReturn(
             f"the reward function returned {got} for a group of {amount(n, 'sample')}; it must be a list of "
             f"{amount(n, 'reward')}"

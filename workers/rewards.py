@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
 
-from samplestore.codec import MAX_REWARD
+from samplestore import codec
 from samplestore.errors import InvalidSetting, SampleStoreError
 from samplestore.workers.reward_child import Child, ChildFailed
 
@@ -321,7 +321,7 @@ def _read_reply(reply: dict[str, Any], request: int, elapsed_s: float, kind: typ
 
 
 def is_reward(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and abs(value) <= MAX_REWARD)
+    return value is None or (isinstance(value, float) and codec.reward(value) is not None)
 
 
 def made_result(kind: type[R], rewards: list[float | None], details: dict[str, Any], elapsed_s: float) -> R:

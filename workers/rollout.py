@@ -24,10 +24,11 @@ from samplestore.workers.episode_runs import EpisodeTrajectory
 from samplestore.workers.episodes import EpisodeOptions
 from samplestore.workers.experts import ExpertShape
 from samplestore.workers.filters import Filterer
-from samplestore.workers.fleet import Fleet, Needs
+from samplestore.workers.fleet import Fleet
 from samplestore.workers.generation import EXPERT_FIELDS, Limits, is_greedy
 from samplestore.workers.images import ImageData
 from samplestore.workers.lives import Worker
+from samplestore.workers.members import Needs
 from samplestore.workers.pacing import Pacing
 from samplestore.workers.replies import EngineError
 from samplestore.workers.scoring import Scorer
@@ -85,6 +86,8 @@ class RolloutWorker(Worker):
             versions_may_change=settings.weight_update == "keep",
             routed_experts=self.experts, resumes=settings.resume, prepare_array=self.run.prepare_array,
         )  # fmt: skip
+        if (less := self.limits.cut_in_two()) is not None:
+            log.warning("%s", less)
         try:
             async with EngineClient(config.request_timeout_s) as self.client:
                 self.scorer = None if self.scorer_of is None else self.scorer_of(self.write)

@@ -206,7 +206,7 @@ async def _ask(client: EngineClient, router: routers.Router, probe: Probe, engin
                 break
         if not probe.came:
             return Result(
-                "router retries", WARN, (f"unknown: none of {amount(len(asked), 'request')} came to the probe. {CURE}")
+                "router retries", WARN, f"unknown: none of {amount(len(asked), 'request')} came to the probe. {CURE}"
             )
         rid = next(iter(probe.came))
         return _judge(await asked[rid], probe.came[rid])

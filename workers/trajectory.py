@@ -19,9 +19,9 @@ from samplestore.words import amount
 from samplestore.workers.dispatch import Target
 from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.fleet import Fleet
-from samplestore.workers.generation import CONTEXT_MARGIN, Limits, Outcome, Request
+from samplestore.workers.generation import CONTEXT_MARGIN, GRAMMARS, Limits, Outcome, Request
 from samplestore.workers.images import ImageData, known_prompt, require_kept, require_places
-from samplestore.workers.replies import EngineError
+from samplestore.workers.replies import EngineError, PromptRefused, refuses_prompt
 from samplestore.writer import Call
 
 log = logging.getLogger("samplestore.worker")
@@ -168,7 +168,7 @@ class Trajectory:
         if claim.images and not self.image_data:
             self.image_data = await self.host.images.urls(claim.images)
         self._check_vocabulary()
-        self._check_min_p()
+        self._check_sampling()
         resumes, idle = claim.n_tokens > self.turn_start, 0
         while True:
             self._check_told()
@@ -199,7 +199,7 @@ class Trajectory:
         """Whether this token ends the response. An abort can come at the moment at which a request ends: its reply
         says "abort" and has the end token. Resumed, the sample would go on after its end."""
         sampling = self.limits.sampling
-        ids = set() if sampling.get("ignore_eos") else set(self.host.fleet.stop_ids)
+        ids = set() if sampling.get("ignore_eos") else set(self.host.fleet.members.stop_ids)
         ids.update(id for id in sampling.get("stop_token_ids") or () if isinstance(id, int))
         return token in ids
 
@@ -218,31 +218,41 @@ class Trajectory:
 
     def _check_vocabulary(self) -> None:
         """One token outside the vocabulary kills a whole SGLang server: it never gets there."""
-        size = self.host.fleet.vocab_size
+        size = self.host.fleet.members.vocab_size
         for what, ids in (("prompt", self.claim.prompt_ids), ("response", self.claim.response_ids)):
             wrong = np.flatnonzero((ids < 0) | (ids >= (size or VOCAB_BOUND)))
             if wrong.size:
                 at = int(wrong[0])
                 known = f"0 to {size - 1:,}" if size else f"0 to {VOCAB_BOUND - 1:,}"
-                raise EngineError(
-                    "refused", f"{what} token {int(ids[at])} at position {at} is outside the vocabulary ({known})"
-                )
+                said = f"{what} token {int(ids[at])} at position {at} is outside the vocabulary ({known})"
+                raise PromptRefused(said) if what == "prompt" else EngineError("refused", said)
 
-    def _check_min_p(self) -> None:
-        """With seeds, SGLang has no way to draw with min_p: the whole server dies."""
-        if self.limits.sampling.get("min_p") and self.host.fleet.deterministic:
-            own = self.limits is not self.host.limits  # the sample's own sampling, as an evaluation has it
-            raise EngineError(
-                "refused" if own else "setup",
-                f"min_p kills an engine that was started with --enable-deterministic-inference, as "
-                f"{min(self.host.fleet.deterministic)} was. Leave min_p out, or start it without that flag",
+    def _check_sampling(self) -> None:
+        """One call makes one sample, a grammar is that of one call, and with seeds SGLang has no way to draw with
+        min_p: the whole server dies. Raises EngineError."""
+        sampling, engine = self.limits.sampling, self.host.fleet.members.deterministic
+        said = None
+        if sampling.get("n", 1) != 1:
+            said = f"n={sampling['n']!r}: one call makes one sample. Leave n out: samples_per_prompt says how many"
+        elif self.limits.may_be_cut and (grammar := next((name for name in GRAMMARS if sampling.get(name)), None)):
+            said = (
+                f"{grammar} begins anew with each request, also with one that goes on in the middle of a response. "
+                "Make the run with resume=False, and start the worker with --mode stream"
             )
+        elif sampling.get("min_p") and engine is not None:
+            said = (
+                f"min_p kills an engine that was started with --enable-deterministic-inference, as {engine} was. Leave "
+                "min_p out, or start it without that flag"
+            )
+        if said is not None:
+            own = self.limits is not self.host.limits  # the sample's own sampling, as an evaluation has it
+            raise EngineError("refused" if own else "setup", said)
 
     async def _check_images(self) -> int | None:
         """Tokens that the engine must make of prompt and images, where that is known. Raises EngineError."""
         claim, fleet = self.claim, self.host.fleet
         require_kept(fleet, claim, self.limits)
-        require_places(claim, fleet.image_token)
+        require_places(claim, fleet.members.image_token)
         return await self.host.read(lambda c: known_prompt(c, claim)) if claim.n_tokens else None
 
     def _new_request(self, target: Target, budget: int, prompt_tokens: int | None) -> Request:
@@ -259,7 +269,7 @@ class Trajectory:
         return Request(
             self.claim, host.client, host.write, host.write_together, self.limits, self._closing(budget),
             host.version_of, labels(), self._why_aborted, None if host.fleet.flushes else cache_label,
-            self.image_data, prompt_tokens,
+            self.image_data, prompt_tokens, self.turn_start,
         )  # fmt: skip
 
     async def _ask(self, budget: int, resumes: bool) -> tuple[Request, str]:
@@ -276,6 +286,8 @@ class Trajectory:
                 outcome = await request.run(target, budget, resumes)
             except (EngineError, InvalidSegment) as error:
                 # one log-prob that is no number after many that are: the weights may have changed in between
+                if isinstance(error, EngineError) and not self.claim.n_tokens and refuses_prompt(error):
+                    raise PromptRefused(f"the engine refused the prompt: {error.message}", error.status) from error
                 kind = error.kind if isinstance(error, EngineError) else error.field
                 if kind not in ("unfit", "logprobs"):
                     raise
@@ -291,7 +303,7 @@ class Trajectory:
         return request, outcome
 
     def _budget(self) -> int:
-        claim, room = self.claim, self.host.fleet.context_length
+        claim, room = self.claim, self.host.fleet.members.context_length
         budget = claim.budget(self.limits.max_new_tokens)
         if room is None:
             return budget
@@ -300,8 +312,8 @@ class Trajectory:
     def _out_of_room(self) -> None:
         """The budget is used up: the sample is truncated, without another request."""
         if self.claim.n_tokens == 0:
-            n, room = self.claim.prompt_ids.size, self.host.fleet.context_length
-            raise EngineError("refused", f"a prompt of {amount(n, 'token')} leaves no room in a context of {room}")
+            n, room = self.claim.prompt_ids.size, self.host.fleet.members.context_length
+            raise PromptRefused(f"a prompt of {amount(n, 'token')} leaves no room in a context of {room:,}")
         self.claim.finish_reason = "length"
 
     def _why_aborted(self, label: str | None) -> str:
@@ -324,7 +336,9 @@ class Trajectory:
         claim = self.claim
         log.error("sample=%d attempt=%d %s", claim.sample_id, claim.attempt, error)
         try:
-            await self.host.write(samples.fail, claim, str(error) or type(error).__name__)
+            await self.host.write(
+                samples.fail, claim, str(error) or type(error).__name__, prompt_refused=isinstance(error, PromptRefused)
+            )
         except LeaseLost as lost:
             log.warning("sample=%d %s", claim.sample_id, lost)
 

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from pathlib import Path
 from typing import Any
 
 from samplestore.errors import LeaseLost, SampleStoreError
 from samplestore.states import WeightUpdateMode
 from samplestore.verbs import weights
 from samplestore.workers import control
-from samplestore.workers.checkpoints import require_complete
 from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.replies import EngineError
 from samplestore.workers.routers import register, unregister
 
 log = logging.getLogger("samplestore.fleet")
-
-
-def _check_checkpoint(path: str) -> None:
-    """A truncated weights file kills the server that loads it: look before any engine is told. Where the path is one
-    of the engines' machines only, nothing can be seen from here. Raises EngineError."""
-    if os.path.isdir(path):  # Path.is_dir raises where a folder above may not be read
-        try:
-            require_complete(Path(path))
-        except SampleStoreError as error:
-            raise EngineError("refused", str(error)) from None
 
 
 class Updates:
@@ -66,13 +53,12 @@ class Updates:
         url, label = held["url"], held["label"]
         log.info("engine=%s version=%s mode=%s updating", url, held["version"], self.mode)
         try:
-            await asyncio.to_thread(_check_checkpoint, held["path"])
             await control.change_weights(self.client, url, held["path"], label, self.mode, self.timeout_s)
             now, error = label, None
             if was_out:
                 await self.put_back(url)
         except Exception as failure:  # whatever it is, the claim must end, and the reason be seen
-            now, error = await self._label(url), str(failure) or type(failure).__name__
+            now, error = await control.served_label(self.client, url), str(failure) or type(failure).__name__
             log.error("engine=%s update failed, it gets no more requests: %s", url, failure)
             await self.unlist(url)
         served[url] = now
@@ -82,12 +68,6 @@ class Updates:
             log.warning("engine=%s another process took its update over", url)
         except SampleStoreError as failure:
             log.error("engine=%s update could not be recorded: %s", url, failure)
-
-    async def _label(self, url: str) -> str | None:
-        try:
-            return (await control.info(self.client, url)).label
-        except EngineError:
-            return None
 
     # -- the router's list
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,10 +10,10 @@ import sqlalchemy as sa
 
 from samplestore import codec
 from samplestore.errors import InvalidSetting, NotInRun
-from samplestore.models import Event, Run, Sample
-from samplestore.verbs.tx import Tx
+from samplestore.models import Event, Request, Run, Sample, Worker
+from samplestore.verbs.tx import Tx, in_parts
 
-run, sample, event = Run.__table__, Sample.__table__, Event.__table__
+run, sample, event, request, worker = (t.__table__ for t in (Run, Sample, Event, Request, Worker))
 
 KIND = "abort_inflight"
 
@@ -93,3 +94,25 @@ def in_flight(connection: sa.Connection, run_id: int, samples: Sequence[int] | N
     if samples is not None:
         query = query.where(sample.c.id.in_(list(samples)))
     return {(row.id, row.attempt) for row in connection.execute(query)}
+
+
+def held_at(connection: sa.Connection, samples: Sequence[int]) -> list[tuple[str, int]]:
+    """(where, how many) of these samples, the most first: the engine that generates for them, as their open requests
+    say; the router, where it does not tell which; the worker alone, where no request is open."""
+    found: Counter[str] = Counter()
+    for part in in_parts(samples):
+        rows = connection.execute(
+            sa.select(worker.c.id, worker.c.host, worker.c.pid, worker.c.info, request.c.engine, request.c.rid)
+            .select_from(sample.join(worker, worker.c.id == sample.c.owner))
+            .outerjoin(
+                request,
+                (request.c.sample_id == sample.c.id) & request.c.finished_at.is_(None)
+                & (request.c.worker_id == sample.c.owner),
+            )
+            .where(sample.c.id.in_(part))
+        )  # fmt: skip
+        for row in rows:
+            by = f"worker {row.id} (pid {row.pid} on {row.host})"
+            where = row.engine or f"an engine behind {(row.info or {}).get('router') or 'a router'}"
+            found[f"{where}, for {by}" if row.rid else f"{by}, without a request"] += 1
+    return found.most_common()

@@ -34,7 +34,7 @@ from samplestore.models import (
     Worker,
 )
 from samplestore.queries import plans
-from samplestore.states import COPIED_WORKER, BatchState, GroupState, SampleStatus, WorkerState
+from samplestore.states import COPIED_WORKER, TAKEN, BatchState, GroupState, SampleStatus, WorkerState
 from samplestore.verbs import groups
 from samplestore.verbs.arrays import row_of as array_row
 from samplestore.verbs.tx import Tx, in_parts
@@ -187,7 +187,7 @@ def _groups(
             changed["evaluation_id"] = evaluations[row["evaluation_id"]]
         if consumed(row["number"]):
             changed["state"] = GroupState.CONSUMED.value
-        elif row["state"] in (GroupState.LEASED, GroupState.CONSUMED):
+        elif row["state"] in TAKEN:
             changed |= {"state": GroupState.READY.value, "settled_at": None}
         made.append(changed)
     return insert(tx, group, made, run_id=tx.run_id)

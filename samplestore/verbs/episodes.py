@@ -107,7 +107,7 @@ def finish(
         return samples.finish(tx, claim, status, finish_reason, keep_stages)
     told = codec.reward(reward)  # None: it can't be told
     if told is None and not math.isnan(reward):
-        raise InvalidSetting("reward", reward, "a number from -1e25 to 1e25, NaN where none can be told, or None")
+        raise InvalidSetting("reward", reward, f"{codec.REWARDS}, NaN where none can be told, or None")
     tx.as_owner_of(claim)
     if REWARD not in tx.settings.stages:
         tx.hold_groups([claim.group_id])  # before the sample: the lock order

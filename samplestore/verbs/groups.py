@@ -18,6 +18,7 @@ from samplestore.states import (
     EVALUATED,
     GROUP_TRANSITIONS,
     IN_WINDOW,
+    PROMPT_REFUSED,
     FailedPolicy,
     GroupState,
     SampleStatus,
@@ -127,10 +128,14 @@ def refresh(tx: Tx, group_id: int) -> None:
     tx.execute(sa.update(group).where(group.c.id == group_id).values(**_summary(tx, group_id)))
 
 
-def gave_up(tx: Tx, group_id: int, *, n_open: int = 0, n_unscored: int = 0) -> None:
-    """A sample of this (locked) group is failed for good: drop the group, or go on without the sample."""
+def gave_up(tx: Tx, group_id: int, *, n_open: int = 0, n_unscored: int = 0, prompt_refused: str | None = None) -> None:
+    """A sample of this (locked) group is failed for good: drop the group, or go on without the sample. prompt_refused:
+    why no sibling could fare better."""
+    to_train = _to_train(tx, group_id)
+    if to_train and prompt_refused is not None:  # before it is counted: the last sample would give another reason
+        close(tx, [group_id], "dropped", PROMPT_REFUSED + prompt_refused)
     count(tx, group_id, n_open=n_open, n_unscored=n_unscored, n_failed=1)
-    if tx.settings.on_failed == FailedPolicy.DROP and _to_train(tx, group_id):
+    if to_train and tx.settings.on_failed == FailedPolicy.DROP:
         close(tx, [group_id], "dropped", "sample failed")
 
 

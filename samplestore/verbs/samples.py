@@ -134,10 +134,22 @@ def append_many(tx: Tx, calls: Sequence[Call]) -> list[int]:
         if row["aborted"]:
             aborted.append(made)
     if requests:
-        rq.STORED.execute(tx.connection, [{"rid": r, "sample_id": s, "n": n} for (r, s), n in sorted(requests.items())])
+        more = [{"rid": r, "sample_id": s, "n": n} for (r, s), n in sorted(requests.items())]
+        if rq.STORED.execute(tx.connection, more) != len(more):
+            _refuse_ended(tx, [rid for rid, _ in sorted(requests)], alone=len(segments) == 1)
     _tell_aborts(tx, aborted)
     faults.reached("appended")
     return [made.n for made in segments]
+
+
+def _refuse_ended(tx: Tx, rids: list[str], alone: bool) -> None:
+    """Of requests that took no tokens: nobody needs to have begun them, but one that has ended is counted already.
+    Raises InvalidSegment; Contested, unless the append is alone."""
+    for rid in rids:
+        if tx.execute(rq.ENDED, {"of_rid": rid}).scalar() is not None:
+            if not alone:
+                raise Contested
+            raise InvalidSegment(f"request {rid!r} has ended, and its tokens are counted", field="rid")
 
 
 @dataclass(slots=True)
@@ -371,9 +383,13 @@ def release(tx: Tx, claim: Claim, reason: str, tokens_lost: int = 0) -> None:
     )  # fmt: skip
 
 
-def fail(tx: Tx, claim: Claim, error: str, backoff_s: float = 1.0) -> str:
+def fail(tx: Tx, claim: Claim, error: str, backoff_s: float = 1.0, prompt_refused: bool = False) -> str:
     """Record a failed attempt. The sample is tried again after `backoff_s`, from its stored tokens, until
-    max_attempts failures; then it is `failed`. Returns the new status."""
+    max_attempts failures; then it is `failed`. Returns the new status.
+
+    prompt_refused   no engine can ever take its prompt: it is `failed` at once, its group is dropped, and the prompt
+                     is not served again unless the group is requeued
+    """
     tx.as_owner_of(claim)
     if not 0 <= backoff_s < 1e9:
         raise InvalidSetting("backoff_s", backoff_s, "seconds from 0")
@@ -383,7 +399,7 @@ def fail(tx: Tx, claim: Claim, error: str, backoff_s: float = 1.0) -> str:
         .where(sample.c.id == claim.sample_id)
         .with_for_update(key_share=True)  # as in finish
     ).one()
-    last = row.failures + 1 >= tx.settings.max_attempts
+    last = prompt_refused or row.failures + 1 >= tx.settings.max_attempts
     at_rest = SampleStatus.ABORTED if row.n_tokens else SampleStatus.PENDING
     status = SampleStatus.FAILED if last else at_rest
     said = codec.clean_text(error)
@@ -402,7 +418,7 @@ def fail(tx: Tx, claim: Claim, error: str, backoff_s: float = 1.0) -> str:
     if last:
         forks = rollouts.fail_forks(tx, claim.sample_id)
         groups.count(tx, claim.group_id, n_open=-forks, n_failed=forks)
-        groups.gave_up(tx, claim.group_id, n_open=-1)
+        groups.gave_up(tx, claim.group_id, n_open=-1, prompt_refused=said if prompt_refused else None)
     return status.value
 
 

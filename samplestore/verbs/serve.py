@@ -18,10 +18,12 @@ from samplestore.errors import InvalidSetting
 from samplestore.models import DatasetRow, PromptRow, Run, SampleGroup
 from samplestore.order import Cursor
 from samplestore.queries import serving as queries
-from samplestore.states import Purpose
+from samplestore.states import PROMPT_REFUSED, GroupState, Purpose
 from samplestore.verbs.tx import Tx, in_parts
 
 run, dataset, prompt, group = (t.__table__ for t in (Run, DatasetRow, PromptRow, SampleGroup))
+
+MOST_PASSED_OVER = 1000  # prompts, before a call comes back with what it has: it holds the run's lock
 
 
 class Served(NamedTuple):
@@ -33,16 +35,55 @@ class Served(NamedTuple):
 
 
 def next_prompts(tx: Tx, row: Any, n: int) -> list[Served]:
-    """The next prompts, at most n, and move the serving order on. row: the run's, locked. Raises InvalidSetting where
-    a curriculum does not run."""
-    if tx.settings.curriculum is not None:
-        served = _by_curriculum(tx, n)
-    elif tx.settings.datasets:
-        return _by_weight(tx, n)
-    else:
-        served = _in_order(tx, row, n)
-    _count(tx, served)
+    """The next prompts, at most n, and move the serving order on. Those that no engine can take are passed over, a
+    bounded number of them in one call. row: the run's, locked. Raises InvalidSetting where a curriculum does not run.
+    """
+    served = _able_by_curriculum(tx, n) if tx.settings.curriculum is not None else _able_in_turn(tx, row, n)
+    if not tx.settings.datasets:  # which count as they are drawn
+        _count(tx, served)
     return served
+
+
+def _able_in_turn(tx: Tx, row: Any, n: int) -> list[Served]:
+    served: list[Served] = []
+    passed_over = 0
+    while len(served) < n and passed_over < MOST_PASSED_OVER:
+        wanted = n - len(served)
+        drawn_now = _by_weight(tx, wanted) if tx.settings.datasets else _in_order(tx, row, wanted)
+        refused = _refused(tx, drawn_now)
+        served += [s for s in drawn_now if s.prompt_id not in refused]
+        if not refused:
+            break
+        passed_over += len(refused)
+        row = tx.lock_run()  # where the order stands now
+    return served
+
+
+def _able_by_curriculum(tx: Tx, n: int) -> list[Served]:
+    """It may put them first for ever, since it knows nothing of them: it is asked for as many more."""
+    wanted = n
+    while True:
+        chosen = _by_curriculum(tx, wanted)
+        refused = _refused(tx, chosen)
+        able = [s for s in chosen if s.prompt_id not in refused]
+        if len(able) >= n or len(chosen) < wanted or wanted > n + MOST_PASSED_OVER:
+            return able[:n]
+        wanted = n + len(chosen) - len(able)
+
+
+def _refused(tx: Tx, served: list[Served]) -> set[int]:
+    """Those of these prompts that no engine can take, as an earlier group of them has shown. A group that was requeued
+    is open again, and says so no more."""
+    return {
+        id
+        for part in in_parts(s.prompt_id for s in served)
+        for id in tx.execute(
+            sa.select(group.c.prompt_id).where(
+                group.c.prompt_id.in_(part), group.c.state == GroupState.DROPPED.value,
+                group.c.reason.startswith(PROMPT_REFUSED),
+            )
+        ).scalars()
+    }  # fmt: skip
 
 
 def _in_order(tx: Tx, row: Any, n: int) -> list[Served]:

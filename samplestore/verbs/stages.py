@@ -156,7 +156,7 @@ def score(
     """Store a stage's result. The sample's reward is the weighted sum over its stages (settings.reward_weights).
     Raises LeaseLost, InvalidSetting."""
     if (number := codec.reward(value)) is None:
-        raise InvalidSetting("reward", value, "a number from -1e25 to 1e25; record a verifier's error with fail_stage")
+        raise InvalidSetting("reward", value, f"{codec.REWARDS}; record a verifier's error with fail_stage")
     _require(claim, of_group=False)
     if settle(tx, claim, OK, number, details, elapsed_s):
         _reward(tx, [claim.sample_id])
@@ -213,7 +213,7 @@ def score_group(
     numbers = [None if v is None else codec.reward(v) for v in values]
     bad = [v for v, number in zip(values, numbers, strict=True) if v is not None and number is None]
     if bad or len(numbers) != len(claim.members):
-        allowed = f"{len(claim.members)} finite numbers, from -1e25 to 1e25, or None"
+        allowed = f"{len(claim.members)} values, each {codec.REWARDS} or None"
         raise InvalidSetting("rewards", bad or len(numbers), allowed)
     if not settle(tx, claim, OK, None, details, elapsed_s):
         if not _stored_values(tx, claim, numbers):
@@ -249,6 +249,8 @@ def _stored_values(tx: Tx, claim: StageClaim, numbers: Sequence[float | None]) -
 
 
 def _require(claim: StageClaim, of_group: bool) -> None:
+    if not isinstance(claim, StageClaim):
+        raise InvalidSetting("claim", type(claim).__name__, "a stage, which run.claim_stages(worker, limit) gives")
     if bool(claim.members) != of_group:
         verb = "score_group" if claim.members else "score"
         raise InvalidSetting("claim", claim.name, f"{verb} for this stage: it is work on a {_what(claim)}")

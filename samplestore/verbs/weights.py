@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 import sqlalchemy as sa
@@ -10,7 +11,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from samplestore import codec
 from samplestore.clock import db_now
-from samplestore.errors import EngineInUse, InvalidSetting, LeaseLost
+from samplestore.errors import EngineInUse, EngineUpdating, InvalidSetting, LeaseLost
 from samplestore.models import EngineRow, Run, WeightVersionRow, Worker
 from samplestore.states import RolloutMode, RunState, WorkerKind, WorkerState
 from samplestore.types import EngineFacts, WeightVersion, choice, plain_text, whole
@@ -300,6 +301,23 @@ def claim_engine(tx: Tx, worker_id: int, url: str) -> dict[str, Any] | None:
         "engine_id": row.id, "attempt": row.attempt, "owner": worker_id, "url": url, "was": row.label,
         "version": target.version, "label": target.label, "path": target.path,
     }  # fmt: skip
+
+
+def claim_engines(tx: Tx, worker_id: int, urls: Collection[str]) -> list[dict[str, Any]]:
+    """Become the one process that drives the updates of all these engines, whatever they serve and are to serve: what
+    somebody does by hand. All of them or none. Raises EngineUpdating, which names who is at one; EngineInUse."""
+    tx.require_live(worker_id)
+    held = []
+    for url in sorted(set(urls)):  # in one order: two such claims wait for each other only one way round
+        row = _engine_locked(tx, url)
+        if row.owner not in (None, worker_id):
+            by = tx.execute(sa.select(worker).where(worker.c.id == row.owner)).one()
+            for_s = tx.execute(sa.select(db_now() - row.updated_at)).scalar_one()
+            raise EngineUpdating(url, (by.id, by.name, by.host, by.pid), float(for_s))
+        values = {"owner": worker_id, "attempt": row.attempt + 1, "updated_at": db_now()}
+        tx.execute(sa.update(engine).where(engine.c.id == row.id).values(**values))
+        held.append({"engine_id": row.id, "attempt": row.attempt + 1, "owner": worker_id, "url": url})
+    return held
 
 
 def engine_updated(tx: Tx, held: dict[str, Any], label: str | None, error: str | None = None) -> None:

@@ -183,6 +183,7 @@ class Talk:
             while chunks := await reply.read():
                 call.answers += chunks
                 call.deltas += [call.reader.feed(chunk) for chunk in chunks]
+                reply.got_on()
                 call.arrived.set()
         finally:
             call.over = True

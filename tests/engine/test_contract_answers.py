@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -78,6 +79,16 @@ async def test_an_engine_that_ignores_seeds_says_so(talk: Talk) -> None:
     assert server.deterministic is (None if server.embedded else False)
     assert server.embedded == (talk.engine.name == "embedded")
     assert server.embedded or server.release == talk.engine.name
+
+
+async def test_an_engine_tells_which_model_it_serves(talk: Talk) -> None:
+    """Workers compare it with the others': every fresh engine says "default", whatever its model is."""
+    model = (await control.server(talk.client, talk.engine.url)).model
+    config = json.loads((talk.engine.weights.a / "config.json").read_text())
+    assert model == {
+        "architecture": config["architectures"][0], "vocabulary": config["vocab_size"],
+        "hidden size": config["hidden_size"], "num hidden layers": config["num_hidden_layers"],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

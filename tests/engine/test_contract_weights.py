@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from samplestore.states import WeightUpdateMode
+from samplestore.workers import control
 from samplestore.workers.replies import EngineError
 from tests.engine.contract import LONG, PROMPT, Call, Talk, in_time, job
 from tests.engine.recompute import TOLERANCE, expected
@@ -96,6 +101,22 @@ async def test_an_update_without_a_label_is_silent(talk: Talk) -> None:
     assert await talk.version() == "named"
     call = await talk.ask(job("silent", 5))
     assert call.logprobs == pytest.approx(expected(talk.engine.weights.b, PROMPT, call.ids), abs=TOLERANCE)
+
+
+async def test_a_checkpoint_that_does_not_fit_never_reaches_the_engine(talk: Talk, tmp_path: Path) -> None:
+    """A tensor of another shape ends an SGLang server. Seen beforehand it is an error that names the tensor, and the
+    engine does not even pause."""
+    await talk.begin(talk.engine.weights.a, "kept")
+    running = talk.start(job("goes on", 60, stream=True))
+    wide = shutil.copytree(talk.engine.weights.b, tmp_path / "wide")
+    tensors = load_file(wide / "model.safetensors")
+    tensors["model.norm.weight"] = np.zeros(tensors["model.norm.weight"].size + 8, np.float32)
+    save_file(tensors, wide / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineError, match=r"model\.norm\.weight is F32") as caught:
+        await control.change_weights(talk.client, talk.engine.url, str(wide), "never", WeightUpdateMode.ABORT)
+    assert caught.value.kind == "refused" and str(talk.engine.weights.a) in str(caught.value)
+    await running.end()
+    assert (running.totals.finish_reason, len(running.ids)) == ("length", 60) and await talk.version() == "kept"
 
 
 async def test_a_missing_folder_leaves_the_old_weights(talk: Talk) -> None:

@@ -66,6 +66,17 @@ def commit(run: Run, batch: int, trainer: int) -> None:
     run.transact(lambda tx: batches.commit(tx, batch, trainer), durable=True)
 
 
+def train(run: Run, worker: int, trainer: int, steps: int) -> None:
+    """Steps from 0 on, of one group each, each followed by its weights: step s makes version s + 1."""
+    for step in range(steps):
+        run.admit()
+        finish_all(run, worker)
+        batch = lease(run, trainer, step, 1)
+        assert batch is not None
+        commit(run, batch, trainer)
+        run.publish_weights(path=f"/w/{step}", step=step)
+
+
 def release(run: Run, batch: int, trainer: int, reason: str = "given back") -> None:
     run.transact(lambda tx: batches.release(tx, batch, trainer, reason))
 

@@ -112,6 +112,7 @@ class ScriptedEngine:
         self.cached = 0  # cached_tokens that it tells
         self.nan_paths: set[str] = set()  # weights from there make log-probs that are no numbers
         self.model_path = "scripted"
+        self.architecture: str | None = None  # of its model, as /model_info tells it
         self.server: dict[str, Any] = {"context_length": CONTEXT}  # what /server_info tells
         self.queued: int | None = None  # what /v1/loads tells to wait; None: there is no such page
         self.looks = 0  # how often it was asked for its weights
@@ -181,7 +182,8 @@ class ScriptedEngine:
 
     async def _model_info(self, request: web.Request) -> web.Response:
         self.looks += 1
-        return web.json_response({"model_path": self.model_path, "weight_version": self.label})
+        kinds = {"architectures": [self.architecture]} if self.architecture else {}
+        return web.json_response({"model_path": self.model_path, "weight_version": self.label, **kinds})
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response(self.server)

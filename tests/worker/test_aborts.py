@@ -12,6 +12,7 @@ from samplestore.errors import AbortTimeout, NotInRun
 from samplestore.verbs import aborts
 from samplestore.workers.trajectory import Trajectory
 from tests.support import factory
+from tests.support.router import Router
 from tests.support.scripted_engine import Script, wait_running
 from tests.worker.conftest import Bench
 
@@ -58,6 +59,29 @@ def test_nobody_is_there_to_let_go(bench: Bench) -> None:
     with pytest.raises(AbortTimeout) as told:
         run.abort_inflight("quick", samples=[claim.sample_id], wait_s=0.1)
     assert told.value.samples == [claim.sample_id] and "samplestore reap" in str(told.value)
+    [(where, n)] = told.value.at
+    assert where.startswith(f"worker {claim.owner} (pid ") and where.endswith("without a request") and n == 1
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_engine_that_goes_on_is_named(any_bench: Bench, direct: bool) -> None:
+    """One engine does not hear its aborts, the other does: the error names the one that still generates, or the router,
+    which does not tell."""
+    bench = any_bench
+    run = bench.make_run(prompts=2 if direct else 1, samples_per_prompt=1, groups_per_step=2)
+    engines = [bench.engine(Script(stall_after=8, deaf=deaf)) for deaf in ([True, False] if direct else [True])]
+    deaf, router = engines[0], None if direct else Router.start(bench.processes, [engines[0].url]).url
+    env = {"SAMPLESTORE_WORKER_ABORT_TIMEOUT_S": "60"}
+    worker = bench.worker(*(engines if direct else []), router=router, env=env, drain_timeout_s=1)
+    wait_running(engines, len(engines))
+    run.pause()
+    with pytest.raises(AbortTimeout) as told:
+        run.abort_inflight("stuck", wait_s=3)
+    [(where, n)] = told.value.at
+    assert where.startswith(f"{deaf.url}, for worker " if direct else f"an engine behind {router}, for worker ")
+    assert n == 1 and where in str(told.value) and "samplestore engines list --live" in str(told.value)
+    deaf.release()
+    worker.terminate()
 
 
 def test_abort_all_is_the_last_resort_if_the_run_consents(bench: Bench) -> None:

@@ -12,17 +12,53 @@ from tests.support.scripted_engine import Script, token_at, wait_running
 from tests.worker.conftest import PROMPT_TOKENS, Bench
 
 
-def test_a_token_outside_the_vocabulary_never_reaches_an_engine(bench: Bench) -> None:
-    run = bench.make_run(prompts=1, samples_per_prompt=1, groups_per_step=2, max_attempts=1)
-    run.add_prompts([{"prompt_ids": [1, 64, 2], "label": "poison"}])
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ([1, 64, 2], "prompt token 64 at position 1 is outside the vocabulary (0 to 63)"),
+        ([1] * 300, "a prompt of 300 tokens leaves no room in a context of 256"),
+    ],
+)
+def test_a_prompt_that_no_engine_can_take(any_bench: Bench, ids: list[int], said: str) -> None:
+    """It never reaches one: a token outside the vocabulary kills the whole server. It ends at once, whatever
+    max_attempts says, and in the other epochs it does not come again."""
+    bench = any_bench
+    run = bench.make_run(prompts=1, samples_per_prompt=2, groups_per_step=9, max_attempts=3, epochs=3, admit=False)
+    run.add_prompts([{"prompt_ids": ids, "label": "poison"}])
     engine = bench.engine()
-    engine.server = {"context_length": 4096, "vocab_size": 64}
+    engine.server = {"context_length": 256, "vocab_size": 64}
     worker = bench.worker(engine, exit_when_done=True)
-    assert worker.wait(40) == 0, worker.log()
-    assert sorted(bench.statuses()) == ["failed", "truncated"]
-    [error] = [row["error"] for row in bench.samples() if row["error"]]
-    assert "prompt token 64 at position 1 is outside the vocabulary (0 to 63)" in error
-    assert all(max(body["input_ids"]) < 64 for body in engine.requests)
+    assert worker.wait(60) == 0, worker.log()
+    groups = factory.rows(run, "SELECT state, reason FROM sample_group ORDER BY state")
+    # The window has room for all three epochs at once: those that were admitted before it was found end too.
+    refused = [g for g in groups if g["state"] == "dropped"]
+    assert [g["state"] for g in groups if g not in refused] == ["ready"] * 3
+    assert refused and {g["reason"] for g in refused} == {f"prompt refused: {said}"}
+    assert all(len(body["input_ids"]) == PROMPT_TOKENS and max(body["input_ids"]) < 64 for body in engine.requests)
+    assert {row["failures"] for row in bench.samples()} <= {0, 1}
+    assert said in dict(run.why(groups=9).reasons)["refused_prompts"]
+    bench.sound()
+
+
+@pytest.mark.parametrize(
+    ("message", "failures"),
+    [
+        ("The input (1801 tokens) is longer than the model's context length (1024 tokens).", 1),
+        ("An exception occurred while loading IMAGE data at index 0: image file is truncated", 1),
+        ("top_k must be at least 1", 3),
+    ],
+)
+def test_what_only_an_engine_can_tell_of_a_prompt(bench: Bench, message: str, failures: int) -> None:
+    """How many tokens an image takes, and whether it is one, the engine finds out. Refused for the prompt, it ends at
+    once; for anything else the attempt has failed, and the group is dropped for that."""
+    run = bench.make_run(samples_per_prompt=1, max_attempts=3)
+    engine = bench.engine(Script(status=400, body={"error": {"message": message}}))
+    worker = bench.worker(engine, exit_when_done=True)
+    assert worker.wait(60) == 0, worker.log()
+    [row] = bench.samples()
+    assert (row["status"], row["failures"], len(engine.requests)) == ("failed", failures, failures)
+    assert factory.value(run, "SELECT reason FROM sample_group").startswith("prompt refused: ") == (failures == 1)
+    assert message in row["error"]
 
 
 @pytest.mark.parametrize(

@@ -177,9 +177,10 @@ async def test_a_frozen_engine_goes_on_when_its_update_fails(client: EngineClien
         "POST /update_weights_from_disk": (400, {"success": False, "message": "no"}),
         "POST /pause_generation": {},
         "POST /continue_generation": {},
+        "GET /model_info": {"weight_version": "v2", "model_path": "/m0"},
     }
     async with canned(answers) as engine:
-        with pytest.raises(EngineError):
+        with pytest.raises(EngineError, match=r": no$"):
             await control.change_weights(client, engine.url, "/m", "v3", WeightUpdateMode.KEEP)
         assert engine.asked[-1][0] == "POST /continue_generation"
 
