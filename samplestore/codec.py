@@ -41,7 +41,7 @@ def as_ids(tokens: Any, field: str = "tokens") -> npt.NDArray[np.integer[Any]]:
         raise InvalidSegment(f"{field} must be whole numbers, not {array.dtype}", field=field)
     if array.size > MAX_SEGMENT_TOKENS:
         raise InvalidSegment(
-            (f"{amount(array.size, 'token')}; a segment holds at most {MAX_SEGMENT_TOKENS}"), field=field
+            f"{amount(array.size, 'token')}; a segment holds at most {MAX_SEGMENT_TOKENS}", field=field
         )
     return array
 
@@ -260,6 +260,7 @@ def decode_array(dtype: str, shape: list[int], data: bytes) -> npt.NDArray[Any]:
 
 
 MAX_REWARD, MIN_REWARD = 1e25, 1e-100
+REWARDS = "a finite number, from -1e25 to 1e25"  # for messages
 
 
 def reward(value: Any) -> float | None:

@@ -25,7 +25,16 @@ from samplestore.errors import InvalidSetting, SampleStoreError
 from samplestore.images import read_all
 from samplestore.media import Image
 from samplestore.promptfiles import InvalidRow, PromptFile, PromptFileError, ReadRow, printable, read_rows, show
-from samplestore.rowvalues import MAX_ROW_BYTES, BadValue, check_messages, dataset_name, parsed, plain, token_ids
+from samplestore.rowvalues import (
+    MAX_ROW_BYTES,
+    BadValue,
+    check_messages,
+    dataset_name,
+    parsed,
+    plain,
+    token_ids,
+    whole_label,
+)
 from samplestore.tokenizers import RESERVED_TEMPLATE_ARGS, TemplateRefused, Tokenizer, as_tokenizer
 from samplestore.types import Ids
 from samplestore.words import amount
@@ -246,13 +255,13 @@ class _Maker:
             ids = self._tokenise(key, prompt, tools, template_args)
         self._check_ids(ids, key)
         ids.setflags(write=False)
-        metadata_key = self.keys.metadata or "metadata"
+        label_key, metadata_key = self.keys.label or "label", self.keys.metadata or "metadata"
         metadata = parsed(said, metadata_key, dict) or {}
         if both := sorted(extra.keys() & metadata.keys()):
             raise BadValue(f"stands in {metadata_key} too", extra[both[0]], both[0])
         parts: dict[str, Any] = {
             "dataset": self.dataset if said.get("dataset") is None else dataset_name(said["dataset"]),
-            "prompt": prompt, "prompt_ids": ids, "label": said.get(self.keys.label or "label"),
+            "prompt": prompt, "prompt_ids": ids, "label": whole_label(said.get(label_key), label_key),
             "metadata": {**metadata, **extra}, "tools": tools, "template_args": template_args, "images": images,
         }  # fmt: skip
         return Prompt(content_key=content_key(**parts), **parts)

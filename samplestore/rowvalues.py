@@ -17,6 +17,7 @@ from samplestore.words import amount
 MAX_ROW_BYTES = 16 * 1024 * 1024
 MAX_DEPTH = 64
 MAX_INT_BITS = 1024
+WITHOUT_POINT = 1e16  # floats from here on are written with an exponent, which PostgreSQL resolves to a whole number
 MAX_DATASET_NAME = 200
 
 
@@ -37,7 +38,8 @@ class BadValue(Exception):
 
 
 def plain(value: Any, max_bytes: int) -> Any:
-    """A copy of only dict, list, str, int, float, bool and None; tuples and numpy values become those.
+    """A copy of only dict, list, str, int, float, bool and None; tuples and numpy values become those. Numbers come
+    as both databases give them back: -0.0 as 0.0, a float from 1e16 on as the whole number that it is.
 
     Raises BadValue: NaN and infinities (not JSON), NUL characters (PostgreSQL stores none), lone surrogates (not
     UTF-8), integers beyond 1024 bits, more than 64 levels, other types, keys that are not text, more than max_bytes.
@@ -64,7 +66,7 @@ class _Walk:
         if isinstance(value, float):
             if not math.isfinite(value):
                 raise BadValue("is not a finite number, and JSON has no other", value)
-            return float(value)
+            return _kept(float(value))
         if depth >= MAX_DEPTH:
             raise BadValue(f"is nested more than {MAX_DEPTH} levels deep")
         if isinstance(value, Mapping):
@@ -108,6 +110,22 @@ class _Walk:
         self.left -= n_bytes
         if self.left < 0:
             raise BadValue(f"makes the row larger than {self.max_bytes:,} bytes")
+
+
+def _kept(value: float) -> int | float:
+    return int(value) if abs(value) >= WITHOUT_POINT else value or 0.0
+
+
+def whole_label(value: Any, key: str) -> Any:
+    """A row's label, of `plain`. SQLite makes a number of a column that holds nothing else, so that 18.0 comes back as
+    18; it does so here already. Raises BadValue for a whole number that SQLite would round."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if not -(2**63) <= value < 2**63:
+        raise BadValue("is a whole number of more than 64 bits; write it as text", value, key)
+    return value
 
 
 def is_finite(value: Any) -> TypeGuard[float]:
@@ -164,7 +182,7 @@ def check_messages(key: str, messages: list[Any], images: int = 0) -> None:
             raise BadValue("must be text or a list of text parts", content, f"{at}.content")
     if places not in (0, images):
         raise BadValue(
-            (f"has {amount(places, 'place')} for images, and the row has {amount(images, 'image')}"), field=key
+            f"has {amount(places, 'place')} for images, and the row has {amount(images, 'image')}", field=key
         )
 
 

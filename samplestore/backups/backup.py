@@ -11,10 +11,10 @@ from samplestore import migrations
 from samplestore.backups import arrays, places, postgres, sqlite
 from samplestore.backups.restored import Restored
 from samplestore.engine import Database
-from samplestore.errors import BackupError
+from samplestore.errors import SQLITE, BackupError
 from samplestore.store import Store
 
-SQLITE, POSTGRES = b"SQLite format 3\x00", b"PGDMP"
+POSTGRES = b"PGDMP"  # how a file of pg_dump begins
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 
+from samplestore import rooms
 from samplestore.engine import Database
 from samplestore.errors import BackupError
 
@@ -34,17 +35,15 @@ def refuse_in_use(database: Database, target: Path) -> None:
 
 @contextmanager
 def beside(target: Path) -> Iterator[Path]:
-    """A new file beside `target`, gone at the end unless it was put there. Whatever is killed in between leaves it
-    under its own name, and the target as it was."""
-    made = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    made.unlink(missing_ok=True)
+    """A new file beside `target`, gone at the end unless it was put there. Whatever is killed in between leaves the
+    target as it was, and the next that comes removes the rest."""
     try:
-        yield made
+        with rooms.beside(target) as room:
+            yield room / target.name
     except OSError as error:
-        raise BackupError(f"cannot write {made}: {error.strerror or error}. Look at: df -h {target.parent}") from error
-    finally:
-        for end in ("", ".gate", *BESIDE):
-            Path(f"{made}{end}").unlink(missing_ok=True)
+        raise BackupError(
+            f"cannot write {target}: {error.strerror or error}. Look at: df -h {target.parent}"
+        ) from error
 
 
 def synced(path: Path) -> None:

@@ -27,7 +27,7 @@ def copy(database: Database, made: Path) -> None:
     try:
         connection.execute("VACUUM INTO ?", (str(made),))
     except module.Error as error:
-        raise BackupError(f"cannot write {made}: {error}. Look at: df -h {made.parent}") from error
+        raise BackupError(f"cannot write {made}: {error}. Look at: df -h {shlex.quote(str(made.parent))}") from error
     finally:
         connection.close()
 

@@ -11,8 +11,6 @@ import gzip
 import json
 import os
 import shlex
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from samplestore import faults
+from samplestore import faults, rooms
 from samplestore.errors import InvalidSetting
 from samplestore.portable import exports, parquet, replaced, slime_files
 from samplestore.portable.exports import Part, Selection
@@ -80,6 +78,7 @@ def export(
     typed = _typed(run, to, format, selection, tokenizer)
     free = partial(replaced.require_free, format=format, force=force, database=run.database, command=typed)
     for target in targets:
+        rooms.clear(target)
         free(target)
     done = Exported(format, [str(t) for t in targets], steps=[p.step for p in found if p.step is not None])
     rows = _Rows(run, selection, tokenizer, done, sum(len(p.groups) for p in found), progress)
@@ -202,22 +201,18 @@ def placed(target: Path, *beside: Path, free: Free) -> Iterator[list[Path]]:
     gone if there is an error. What stood there is replaced, if `free` still allows it: an export takes hours, and
     somebody may have put something there. Raises OSError, ExportExists."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    room = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-    made, before = [room / path.name for path in (target, *beside)], room / "before"
-    try:
+    with rooms.beside(target) as room:
+        made = [room / path.name for path in (target, *beside)]
         yield made
         for path in made:
             _to_disk(path)
         faults.reached("exporting")
         free(target)
         if target.is_dir():  # a folder can't be replaced in one step
-            target.rename(before)
+            target.rename(room / rooms.ASIDE)
+            faults.reached("replacing")
         for path in reversed(made):
             os.replace(path, target.with_name(path.name))
-    finally:
-        if before.exists() and not target.exists():  # whatever came between the two, a Ctrl-C too
-            before.rename(target)
-        shutil.rmtree(room, ignore_errors=True)
 
 
 def _to_disk(made: Path) -> None:

@@ -57,8 +57,8 @@ class NothingToExport(SampleStoreError):
     def __init__(self, run: str, what: str) -> None:
         self.run, self.what = run, what
         super().__init__(
-            f"run {run!r} has {what}. Nothing was written. See what there is with: samplestore status --run "
-            f"{quote(run)}"
+            f"run {run!r} has {what}. Nothing was written. See what there is with: "
+            f"samplestore status --run {quote(run)}"
         )
 
 

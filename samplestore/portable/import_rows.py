@@ -210,8 +210,8 @@ def _reward(value: Any) -> float | None:
     if value is None:
         return None
     if not is_finite(value):
-        raise BadValue("must be a finite number, from -1e25 to 1e25", value, "reward")
-    return float(value)
+        raise BadValue(f"must be {codec.REWARDS}", value, "reward")
+    return codec.reward(value)
 
 
 def _status(value: Any) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,8 @@ def rereadable(rows: Iterable[Any] | str | Path) -> Iterator[Source]:
                 shutil.copyfileobj(pipe, copy)
             copy.flush()
         except OSError as error:
-            why = f"can't be copied to {copy.name}: {error.strerror or error}. Look at: df -h {tempfile.gettempdir()}"
+            place = quote(tempfile.gettempdir())
+            why = f"can't be copied to {copy.name}: {error.strerror or error}. Look at: df -h {place}"
             raise PromptFileError(str(path), why) from error
         file = PromptFile(copy.name)
         file.name = str(path)

@@ -183,8 +183,8 @@ def _float(row: Mapping[str, Any], key: str) -> float | None:
     if value is None:
         return None
     if not is_finite(value):
-        raise BadValue("must be a finite number, from -1e25 to 1e25", value, key)
-    return float(value)
+        raise BadValue(f"must be {codec.REWARDS}", value, key)
+    return codec.reward(value)  # an old export may have what is 0 by now
 
 
 def _one_of(row: Mapping[str, Any], key: str, allowed: Sequence[str]) -> str:

@@ -181,9 +181,9 @@ def _sample(said: Mapping[str, Any], group: int, sample: int, size: int) -> Port
         raise BadValue("is a key that the store keeps for itself", field=f"metadata.{EXTRAS}")
     number = None
     if is_finite(reward):
-        number = float(reward)
+        number = codec.reward(reward)
     elif reward is not None and not isinstance(reward, Mapping):
-        raise BadValue("must be a finite number, from -1e25 to 1e25, or an object of them", reward, "reward")
+        raise BadValue(f"must be {codec.REWARDS}, or an object of them", reward, "reward")
     pieces = _pieces(mask, probs, _version(said))
     return PortableSample(
         group=group, sample=sample, group_size=size, prompt=prompt if isinstance(prompt, str | list) else "",

@@ -11,7 +11,7 @@ from samplestore.errors import InvalidSegment
 from samplestore.portable import slime_extras, slime_samples
 from samplestore.portable.samples import PortableSample, Reward
 from samplestore.promptfiles import InvalidRow
-from samplestore.rowvalues import MAX_ROW_BYTES, BadValue, plain
+from samplestore.rowvalues import MAX_ROW_BYTES, BadValue, plain, whole_label
 from samplestore.slime.objects import status_of
 from samplestore.states import FINISHED
 from samplestore.verbs.imports import REWARD_STAGE
@@ -79,7 +79,7 @@ def _portable(args: Any, sample: Any, group: int, place: int, size: int) -> Port
     """With all that the store has a place for. What else slime says of it is left out, or every sample would have a
     prompt of its own. Raises BadValue."""
     values = {key: getattr(sample, key) for key in FIELDS if hasattr(sample, key)}
-    values |= {"status": status_of(sample), "label": _json(sample.label), "metadata": _json(sample.metadata or {})}
+    values |= {"status": status_of(sample), "label": _label(sample.label), "metadata": _json(sample.metadata or {})}
     made = slime_samples.from_slime(values, group=group, sample=place, size=size)
     made.metadata = {k: v for k, v in made.metadata.items() if k != slime_extras.EXTRAS}
     made.reward = reward_of(args, sample)
@@ -98,6 +98,13 @@ def reward_of(args: Any, sample: Any) -> float | None:
         return codec.reward(float(value))
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+def _label(value: Any) -> Any:
+    try:
+        return whole_label(_json(value), "label")
+    except BadValue:
+        return str(value)
 
 
 def _json(value: Any) -> Any:

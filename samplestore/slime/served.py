@@ -276,8 +276,17 @@ def _number(label: str) -> float:
 
 
 def new_pieces(claim: Claim, sample: Any) -> Sequence[Piece]:
-    """What slime added to a claimed sample. Raises InvalidSegment where it has another prompt or another beginning, or
-    its lengths disagree."""
+    """What slime added to a claimed sample. Raises InvalidSegment where it has another prompt or another beginning, its
+    lengths disagree, or a function of the user's made something else of it than slime's types."""
+    try:
+        return _pieces(claim, sample)
+    except InvalidSegment:
+        raise
+    except readable.ODD as error:
+        raise InvalidSegment(f"it is no sample of slime's: {type(error).__name__}: {error}", field="sample") from error
+
+
+def _pieces(claim: Claim, sample: Any) -> Sequence[Piece]:
     n, tokens = int(sample.response_length or 0), codec.token_ids(list(sample.tokens or ()), "tokens")
     if not n and not claim.n_tokens:
         return ()

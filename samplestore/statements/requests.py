@@ -55,12 +55,13 @@ STORED_MORE: dict[str, Any] = {"rid": sa.Text, "sample_id": sa.BigInteger, "n": 
 
 
 def _stored() -> Over:
-    """Count tokens that were stored of requests, which only the owners of their samples write."""
+    """Count tokens that were stored of requests, which only the owners of their samples write. One that has ended is in
+    the totals with what it had stored by then."""
     more = given(STORED_MORE)
     return Over(
         more,
         sa.update(request)
-        .where(request.c.rid == more.c.rid, request.c.sample_id == more.c.sample_id)
+        .where(request.c.rid == more.c.rid, request.c.sample_id == more.c.sample_id, request.c.finished_at.is_(None))
         .values(stored_tokens=request.c.stored_tokens + more.c.n),
     )
 

@@ -25,7 +25,7 @@ import sqlalchemy as sa
 from samplestore.models import BatchGroup, BatchRow, Run, Sample, SampleGroup, Segment, WeightVersionRow, one_of
 from samplestore.statements.lists import among
 from samplestore.statements.prepared import Prepared
-from samplestore.states import FINISHED, LIVE_BATCH, GroupState, SampleStatus, SegmentKind, StalenessMode
+from samplestore.states import FINISHED, LIVE_BATCH, TAKEN, GroupState, SampleStatus, SegmentKind, StalenessMode
 from samplestore.types import choice
 
 run, group, sample, segment, version, batch, batch_group = (
@@ -69,20 +69,20 @@ def group_lag(run_id: Any) -> sa.ColumnElement[int]:
     return sa.case((IMPORTED, 0), else_=behind(run_id, group.c.oldest_version))
 
 
-TAKEN = group.c.state.in_([GroupState.LEASED.value, GroupState.CONSUMED.value])
+_TAKEN = group.c.state.in_([state.value for state in TAKEN])
 
 
 def shown_lag(run_id: Any) -> sa.ColumnElement[int]:
     """group_lag for people: of a group that a trainer holds or has consumed what it was at the lease, by the measure of
     its batch. It was trained on as that, however many versions came since."""
     at_lease = sa.select(batch_group.c.staleness).where(batch_group.c.group_id == group.c.id, LIVE).scalar_subquery()
-    return sa.case((TAKEN, at_lease), else_=group_lag(run_id))
+    return sa.case((_TAKEN, at_lease), else_=group_lag(run_id))
 
 
 def shown_sample_lag(run_id: Any) -> sa.ColumnElement[int]:
     """The same of a sample: by its oldest trained token. NULL where a version is unknown."""
     at_lease, now = _behind_at_lease(run_id, sample.c.oldest_version), behind(run_id, sample.c.oldest_version)
-    return sa.case((sample.c.version_unknown != 0, None), (TAKEN, at_lease), else_=now)
+    return sa.case((sample.c.version_unknown != 0, None), (_TAKEN, at_lease), else_=now)
 
 
 def _behind_at_lease(run_id: Any, version_column: Any) -> sa.ScalarSelect[Any]:

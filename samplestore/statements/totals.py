@@ -7,8 +7,8 @@ row of its worker's, and whoever reads sums over workers, as with the token ledg
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
@@ -22,6 +22,12 @@ of_requests, of_events = RequestTotal.__table__, EventTotal.__table__
 # Kinds of events whose reasons are few. A failure's is a message, and no two are alike.
 REASONED = ("abort", "release", "reap")
 MAX_REASON = 200  # characters of a reason that tell it from others
+# Reasons are free text: of a run's kind of events, and of its lost tokens, so many are told apart. What comes with
+# another one later is counted under OTHER.
+MAX_REASONS, OTHER = 50, "other"
+
+
+Counts: TypeAlias = dict[tuple[str, ...], int]
 
 
 class Amounts(NamedTuple):
@@ -106,19 +112,65 @@ def kept_events(run_id: int, *where: sa.ColumnElement[bool]) -> sa.Select[Any]:
     return sa.select(t.kind, t.reason, *sums).where(t.run_id == run_id, *where).group_by(t.kind, t.reason)
 
 
-def _upsert(insert: Any, table: sa.Table, amounts: tuple[str, ...], latest: str | None = None) -> Prepared:
-    """Add to a total, or start it. One statement on both databases; the two constructs differ in name only. latest: a
-    column that keeps the larger value."""
+def told_alike(kept: Counts, counted: Counts) -> tuple[Counts, Counts]:
+    """Counts by (..., reason, what), as both can be compared: where OTHER is kept, nobody knows any more for which
+    reasons, so that all that have one are one."""
+    mixed = {(*key, what) for *key, reason, what in kept if reason == OTHER}
+
+    def one(counts: Counts) -> Counts:
+        made: Counts = {}
+        for (*key, reason, what), n in counts.items():
+            known = reason if not reason or (*key, what) not in mixed else OTHER
+            made[*key, known, what] = made.get((*key, known, what), 0) + n
+        return made
+
+    return one(kept), one(counted)
+
+
+def _upsert(table: sa.Table, amounts: tuple[str, ...], latest: str | None = None) -> dict[tuple[str, bool], Prepared]:
+    """Add to a total, or start it: by dialect, whose constructs differ in name only, and by whether there is a reason,
+    which may then have to become OTHER. latest: a column that keeps the larger value."""
     key = [column.name for column in table.primary_key]
-    statement = insert(table)
-    new = statement.excluded
-    changes = {name: table.c[name] + new[name] for name in amounts}
-    if latest is not None:
-        changes[latest] = sa.case((new[latest] > table.c[latest], new[latest]), else_=table.c[latest])
-    added = statement.on_conflict_do_update(index_elements=key, set_=changes)
-    return Prepared(added, [*key, *amounts, *([latest] if latest else [])])
+    names = [*key, *amounts, *([latest] if latest else [])]
+    made: dict[tuple[str, bool], Prepared] = {}
+    for dialect, insert in (("postgresql", postgresql.insert), ("sqlite", sqlite.insert)):
+        for reasoned in (False, True):
+            statement: Any = insert(table)
+            new = statement.excluded
+            changes = {name: table.c[name] + new[name] for name in amounts}
+            if latest is not None:
+                changes[latest] = sa.case((new[latest] > table.c[latest], new[latest]), else_=table.c[latest])
+            if reasoned:
+                statement = statement.from_select(names, _bounded(table, names, key))
+            added = statement.on_conflict_do_update(index_elements=key, set_=changes)
+            made[dialect, reasoned] = Prepared(added, None if reasoned else names)
+    return made
 
 
-_INSERTS: dict[str, Any] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
-ADD_REQUESTS = {name: _upsert(made, of_requests, Amounts._fields, "at") for name, made in _INSERTS.items()}
-ADD_EVENTS = {name: _upsert(made, of_events, ("n", "tokens")) for name, made in _INSERTS.items()}
+def _bounded(table: sa.Table, names: Sequence[str], key: Sequence[str]) -> sa.Select[Any]:
+    """The row that is given, under OTHER if it would be one reason too many."""
+    row: dict[str, Any] = {name: sa.bindparam(f"b_{name}", type_=table.c[name].type) for name in names}
+    kept = table.alias("kept")
+    alike = [kept.c[name] == row[name] for name in key if name not in ("worker_id", "reason")]
+    there = sa.exists(sa.select(sa.literal(1)).where(*alike, kept.c.reason == row["reason"]))
+    named = (kept.c.reason != "") & (kept.c.reason != OTHER)
+    reasons = sa.select(sa.func.count(sa.distinct(kept.c.reason))).where(*alike, named)
+    room = reasons.scalar_subquery() < MAX_REASONS
+    row["reason"] = sa.case((there, row["reason"]), (room, row["reason"]), else_=OTHER)
+    return sa.select(*(value.label(name) for name, value in row.items())).where(sa.literal_column("1 = 1"))
+
+
+_ADD = {
+    of_requests.name: _upsert(of_requests, Amounts._fields, "at"),
+    of_events.name: _upsert(of_events, ("n", "tokens")),
+}
+
+
+def add(connection: sa.Connection, table: sa.Table, rows: Sequence[dict[str, Any]]) -> None:
+    """Add rows to a table of totals: those without a reason first, each kind in the order that is given. Reads no
+    answer."""
+    for reasoned in (False, True):
+        if some := [row for row in rows if bool(row["reason"]) == reasoned]:
+            prefix = "b_" if reasoned else ""
+            statement = _ADD[table.name][connection.dialect.name, reasoned]
+            statement.execute(connection, [{f"{prefix}{name}": value for name, value in row.items()} for row in some])

@@ -51,9 +51,10 @@ def start(
     row = tx.lock_run()
     known = {d.name: d for d in tx.rows(sa.select(dataset).where(dataset.c.run_id == tx.run_id))}
     if name not in known or known[name].purpose != Purpose.EVAL or not known[name].n_prompts:
-        there = ", ".join(sorted(d.name for d in known.values() if d.purpose == Purpose.EVAL)) or "none is there"
+        there = ", ".join(sorted(d.name for d in known.values() if d.purpose == Purpose.EVAL)) or "there is none"
         cure = "samplestore add-prompts FILE --dataset NAME --eval"
-        raise InvalidSetting("dataset", name, f"one that is there for evaluation ({there}; add one with: {cure})")
+        training = f"{name!r} is for training; " if name in known and known[name].purpose != Purpose.EVAL else ""
+        raise InvalidSetting("dataset", name, f"a data set for evaluation ({training}{there}; add one with: {cure})")
     asked = [known[name].n_prompts, n, given, limit]
     values = {"run_id": tx.run_id, "dataset": name, "version": row.current_version}
     found, key = _last(tx, values, asked)

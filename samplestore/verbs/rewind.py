@@ -54,7 +54,8 @@ def require_reachable(tx: Tx, row: Any, step: int) -> None:
     if step < row.retention_step:
         raise RewindTooFar(step, row.retention_step, "what came after it was pruned, up to step")
     if step > (newest := newest_step(tx)):  # a typing error must not fork the timeline
-        raise InvalidSetting("step", step, f"-1 (before the first) to {newest}, the newest of this timeline")
+        reach = f"-1 (before the first) to {newest}, the newest of this timeline"
+        raise InvalidSetting("step", step, reach if newest >= 0 else "-1: this timeline has no committed step yet")
 
 
 def _is_there(tx: Tx, row: Any, step: int) -> bool:

@@ -250,13 +250,13 @@ class Tx:
                 {"run_id": self.run_id, "worker_id": w, "reason": reason, **amounts._asdict(), "at": at}
                 for (w, reason), (amounts, at) in sorted(self._requests.items())
             ]
-            self.execute(totals.ADD_REQUESTS[self.connection.dialect.name], of_requests)
+            totals.add(self.connection, totals.of_requests, of_requests)
         if self._happened:
             of_events = [
                 {"run_id": self.run_id, "worker_id": w, "kind": kind, "reason": reason, "n": n, "tokens": tokens}
                 for (w, kind, reason), (n, tokens) in sorted(self._happened.items())
             ]
-            self.execute(totals.ADD_EVENTS[self.connection.dialect.name], of_events)
+            totals.add(self.connection, totals.of_events, of_events)
         if self._events:
             self.execute(INSERT_EVENT, self._events)
         for written in (self._deltas, self._requests, self._happened, self._events):

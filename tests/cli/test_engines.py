@@ -18,7 +18,7 @@ from samplestore.models import Event
 from samplestore.verbs import weights
 from samplestore.workers import engine_calls
 from tests.cli.conftest import ENGINE, Cli, Small
-from tests.support.processes import Processes
+from tests.support.processes import Processes, wait_until
 from tests.support.router import Router
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -245,6 +245,18 @@ def test_engines_of_a_router(cli: Cli, processes: Processes, two: list[ScriptedE
     assert shown.startswith(f"sglang-router at {router.url}; drops from requests: cache_salt")
     assert cli("engines", "continue", "--router", router.url + "/").code == 0
     assert all(engine.calls == [("continue_generation", {})] for engine in two)
+
+
+def test_unlist_takes_one_out_of_a_router(cli: Cli, processes: Processes, two: list[ScriptedEngine]) -> None:
+    stays, goes = two
+    router = Router.start(processes, [engine.url for engine in two])
+    told = cli("engines", "unlist", goes.url + "/", "--router", router.url)
+    assert (told.code, told.err) == (0, "")
+    wait_until(lambda: [w["url"] for w in router.workers()] == [stays.url], what="it is out")
+    again = cli("engines", "unlist", goes.url, "--router", router.url)
+    assert again.code == 1 and f"does not list {goes.url}. See: samplestore engines list --router" in again.err
+    assert cli("engines", "unlist", "nonsense", "--router", router.url).code == 2
+    assert cli("engines", "unlist", goes.url, "--router", "http://127.0.0.1:9").code == 1
 
 
 def test_wrong_targets_are_told(cli: Cli, small: Small, two: list[ScriptedEngine]) -> None:

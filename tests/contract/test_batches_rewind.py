@@ -207,13 +207,7 @@ def trained(store: Store, steps: int = 4, **settings: object) -> tuple[Run, int,
     """A run that has trained `steps` steps of one group, each followed by its weights; step s made version s + 1."""
     run = f.make_run(store, prompts=10, groups_per_step=1, **{"max_staleness": 1, **settings})
     worker, trainer = f.register(run), f.register(run, "trainer")
-    for step in range(steps):
-        run.admit()
-        f.finish_all(run, worker)
-        batch = f.lease(run, trainer, step, 1)
-        assert batch is not None
-        f.commit(run, batch, trainer)
-        run.publish_weights(path=f"/w/{step}", step=step)
+    f.train(run, worker, trainer, steps)
     return run, worker, trainer
 
 

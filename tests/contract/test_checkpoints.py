@@ -273,14 +273,7 @@ def first_ready(run: Run) -> int:
 
 def prepared(store: Store, name: str) -> Run:
     run = f.make_run(store, name, prompts=10, groups_per_step=1, max_staleness=3)
-    worker, trainer = f.register(run), f.register(run, "trainer")
-    for step in range(3):
-        run.admit()
-        f.finish_all(run, worker)
-        batch = f.lease(run, trainer, step, 1)
-        assert batch is not None
-        f.commit(run, batch, trainer)
-        run.publish_weights(path=f"/w/{step}", step=step)
+    f.train(run, f.register(run), f.register(run, "trainer"), 3)
     return run
 
 

@@ -201,8 +201,8 @@ def test_a_run_without_rewards_tells_what_it_can(store: Store) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"dataset": "nothing"}, r"there for evaluation \(test; .*--eval"),
-        ({"dataset": "default"}, "there for evaluation"),
+        ({"dataset": "nothing"}, r"data set for evaluation \(test; .*--eval"),
+        ({"dataset": "default"}, "data set for evaluation .*default. is for training"),
         ({"samples": 0}, "samples=0"),
         ({"sampling": [1]}, "sampling"),
         ({"max_new_tokens": 0}, "max_new_tokens"),

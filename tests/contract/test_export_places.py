@@ -144,16 +144,27 @@ def test_of_two_exports_to_one_place_the_first_stays(store: Store, tmp_path: Pat
     assert store.run("again").import_samples(path).added == first[1].groups == 2
 
 
+@pytest.mark.parametrize("point", ["exporting", "replacing"])
 def test_an_export_that_is_killed_at_the_last_moment(
-    db_url: str, store: Store, tmp_path: Path, processes: Processes
+    db_url: str, store: Store, tmp_path: Path, processes: Processes, point: str
 ) -> None:
-    lived(store)
-    to = ["export", "lived", "--to", str(tmp_path / "out"), "--db", db_url]
-    run = [sys.executable, "-m", "samplestore.cli", *to]
-    killed = processes.start(run, name="export", env={faults.VARIABLE: "exporting=kill@1"})
-    assert killed.wait(60) == -signal.SIGKILL and not (tmp_path / "out").exists()
-    assert store.existing_run("lived").export(tmp_path / "out").groups == 8
-    assert store.run("again").import_samples(tmp_path / "out").added == 8
+    """What it replaces is there again, and what it left is gone, when the next comes."""
+    run, out, old = lived(store), tmp_path / "out", point == "replacing"
+    if old:
+        run.export(out, steps=(0, 0))
+    to = ["export", "lived", "--to", str(out), "--db", db_url, "--force"]
+    for _ in range(2):
+        command = [sys.executable, "-m", "samplestore.cli", *to]
+        killed = processes.start(command, env={faults.VARIABLE: f"{point}=kill@1"})
+        assert killed.wait(60) == -signal.SIGKILL and not out.exists()
+        assert len(list(tmp_path.glob(".out.*.partial"))) == 1, "the second has removed what the first left"
+    if old:
+        with pytest.raises(ExportExists, match="--force"):
+            run.export(out)
+        assert store.run("before").import_samples(out).added == 2
+    assert run.export(out, force=old).groups == 8
+    assert not list(tmp_path.glob(".out.*"))
+    assert store.run("again").import_samples(out).added == 8
 
 
 def test_a_run_that_is_removed_meanwhile(store: Store, tmp_path: Path) -> None:

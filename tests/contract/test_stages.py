@@ -378,7 +378,7 @@ def test_a_group_gets_a_number_for_each_sample(grouped: Run, values: list[object
     worker = f.register(grouped)
     scored(grouped, worker)
     (rank,) = grouped.claim_stages(worker, 9)
-    with pytest.raises(InvalidSetting, match="2 finite numbers"):
+    with pytest.raises(InvalidSetting, match="2 values, each a finite number"):
         grouped.score_group(rank, values)  # type: ignore[arg-type]
     with pytest.raises(InvalidSetting, match="work on a group"):
         grouped.score(rank, 1.0)

@@ -5,18 +5,26 @@ from __future__ import annotations
 import math
 import random
 import string
+import threading
+from functools import partial
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+import samplestore
 from samplestore import Store
+from samplestore.errors import InvalidSegment
 from samplestore.run import Run
+from samplestore.statements.totals import MAX_REASONS, OTHER
 from samplestore.states import WorkerState
 from samplestore.types import RequestInfo
-from samplestore.verbs import requests, weights
+from samplestore.verbs import prune, requests, samples, weights
 from samplestore.verbs.recount import recount
+from samplestore.verbs.tx import Contested, Tx
 
 from ..support import factory as f
+from ..support.processes import wait_until
 
 URL = "http://e"
 
@@ -124,4 +132,103 @@ def test_a_worker_that_is_gone_leaves_its_totals_to_all(run: Run) -> None:
     with run.database.reading() as connection:
         left = connection.execute(sa.text("SELECT count(*) FROM request_total WHERE worker_id <> 0")).scalar()
     assert left == 0 and f.value(run, "SELECT state FROM worker") == WorkerState.GONE
+    f.sound(run)
+
+
+def test_reasons_that_are_all_different_do_not_make_the_totals_grow(run: Run) -> None:
+    """A worker's and those of all; what was told apart before goes on to be."""
+    worker = f.register(run)
+    (claim,) = run.claim(worker, 1)
+    run.release(claim, "usual")
+
+    def stop(n: int) -> None:
+        (claim,) = run.claim(worker, 1)
+        run.begin_request(claim, f"rid {n}", URL)
+        f.add(run, claim, 1, rid=f"rid {n}")
+        run.transact(lambda tx: samples.note_abort(tx, claim, f"because of {n}"))
+        run.end_request(RequestInfo(f"rid {n}", generated_tokens=3, lost_reason=f"refused: {n}"))
+        run.release(claim, f"free text {n}")
+
+    for n in range(MAX_REASONS + 10):
+        stop(n)
+    (claim,) = run.claim(worker, 1)
+    run.release(claim, "usual")
+    run.release(run.claim(worker, 1)[0], "free text 0")
+
+    def of(kind: str) -> dict[str, int]:
+        found = f.rows(run, "SELECT reason, sum(n) AS n FROM event_total WHERE kind = :k GROUP BY reason", k=kind)
+        return {row["reason"]: int(row["n"]) for row in found}
+
+    for _ in range(2):
+        assert of("release")["usual"] == 2 and of("release")["free text 0"] == 2
+        assert of("release")[OTHER] == 10 + 1 and len(of("release")) == MAX_REASONS + 1
+        assert of("abort")[OTHER] == 10 and len(of("abort")) == MAX_REASONS + 1
+        lost = run.ledger()["requests"]["lost_by_reason"]
+        assert lost[OTHER] == 20 and len(lost) == MAX_REASONS + 1 and sum(lost.values()) == 2 * (MAX_REASONS + 10)
+        f.sound(run)
+        run.transact(lambda tx: f.liveness.goodbye(tx, worker))
+    run.transact(recount)
+    f.sound(run)
+    f.execute(run, "UPDATE event_total SET n = n + 1 WHERE kind = 'abort' AND reason = :r", r=OTHER)
+    f.execute(run, "UPDATE request_total SET lost = lost + 1 WHERE reason = :r", r=OTHER)
+    assert {finding.code for finding in run.check()} == {"event_total", "request_total"}
+    run.transact(recount)
+    f.sound(run)
+
+
+def test_a_request_that_has_ended_takes_no_more_tokens(run: Run) -> None:
+    """Alone, and beside others in one commit."""
+    one, other = run.claim(f.register(run), 2)
+    for claim, rid in ((one, "a"), (other, "b")):
+        run.begin_request(claim, rid, URL)
+    f.add(run, one, 3, rid="a")
+    run.end_request(RequestInfo("a", generated_tokens=5, lost_reason="late"))
+    before = f.snapshot(run)
+    with pytest.raises(InvalidSegment, match="request 'a' has ended"):
+        f.add(run, one, 2, rid="a")
+    calls = [((c, c.seq, f.ids_of(2), f.logprobs_of(2), 0, None, "generated", None, rid), {})
+             for c, rid in ((one, "a"), (other, "b"))]  # fmt: skip
+    with pytest.raises(Contested):
+        run.transact(lambda tx: samples.append_many(tx, calls))
+    assert f.snapshot(run) == before
+    f.add(run, other, 2, rid="b")
+    f.add(run, one, 2, rid="never begun")
+    f.sound(run)
+
+
+def test_an_end_that_comes_while_its_group_is_removed(store: Store, run: Run) -> None:
+    worker = f.register(run)
+    (claim,) = run.claim(worker, 1)
+    run.begin_request(claim, "a", URL)
+    f.kill(run, worker)
+    counted, ended = threading.Event(), threading.Event()
+    real = Tx.recount
+
+    def late() -> None:
+        counted.wait(30)
+        with samplestore.open(store.database.url.render_as_string(hide_password=False)) as again:
+            mine = again.existing_run(run.name)
+            mine.end_request(RequestInfo("a", generated_tokens=7, lost_reason="late"))
+        ended.set()
+
+    def slow(tx: Tx, **what: Any) -> None:
+        real(tx, **what)
+        counted.set()
+        wait_for_lock(tx)
+
+    def wait_for_lock(tx: Tx) -> None:
+        """Until the other has ended, or waits for us."""
+        if tx.connection.dialect.name == "postgresql":
+            waits = sa.text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
+                            "AND wait_event_type = 'Lock'")  # fmt: skip
+            look = partial(run.database.read, lambda c: c.execute(waits).scalar())
+            wait_until(lambda: ended.is_set() or look(), what="an end that waits")
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tx, "recount", slow)
+        run.transact(lambda tx: prune.remove_groups(tx, [claim.group_id], run.name))
+    thread.join(60)
+    assert ended.is_set()
     f.sound(run)

@@ -228,10 +228,12 @@ def test_text_is_stored_unchanged(db_url: str) -> None:
     assert [(r.prompt, r.label, r.meta) for r in rows] == [(t, t, {t: t}) for t in texts]
 
 
-def test_progress_bar_only_on_a_terminal(sqlite_url: str, model: Path, jsonl: Path) -> None:
+def test_progress_bar_only_on_a_terminal(sqlite_url: str, tmp_path: Path) -> None:
     """A real pseudo-terminal as stderr: the bar is drawn there, and stdout stays the result alone."""
+    path = tmp_path / "sums.jsonl"  # of ids: a tokenizer would take seconds to load in each of the two processes
+    path.write_text("".join(json.dumps({"prompt_ids": [1, i]}) + "\n" for i in range(20)))
     code = "import typer; from samplestore.cli.add_prompts import add_prompts; typer.run(add_prompts)"
-    command = [sys.executable, "-c", code, str(jsonl), "--db", sqlite_url, "--tokenizer", str(model), "--run"]
+    command = [sys.executable, "-c", code, str(path), "--db", sqlite_url, "--run"]
     terminal, stderr = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     with subprocess.Popen([*command, "shown"], stdout=subprocess.PIPE, stderr=stderr, env=env) as process:
