@@ -16,6 +16,9 @@ SGLANG_RELEASES ?= newest,oldest
 # The tests' models are tiny: a second thread per process only fights with the other processes.
 export OMP_NUM_THREADS ?= 1
 
+# Tests start hundreds of processes, and each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all test-nightly test-crash sglang test-sglang bench lint types wheel clean
 
@@ -52,7 +55,7 @@ test: install lint
 	$(PYTEST) -n $(JOBS) --dist loadfile -m "not slow and not sglang"
 
 test-all: install lint
-	$(PYTEST) -n $(JOBS) --dist loadfile -m "not sglang"
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not sglang and not short"
 
 # A failing example is printed with the line that repeats it.
 MODEL_EXAMPLES ?= 10000

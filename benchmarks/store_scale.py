@@ -29,6 +29,7 @@ from samplestore.engine import parse_url, sqlite_module
 from samplestore.run import Run
 
 MIB = 2**20
+WARM_GROUPS = 16  # that each process lives through before it is measured: workers run for days
 
 
 def versions() -> str:
@@ -49,6 +50,8 @@ def lives(at: Places, backend: str, durability: str, processes: int, groups: int
     answers = dict(enumerate(rollouts(GROUP * groups)))
     with at.fresh(backend) as url, samplestore.open(url, durability=durability) as store:
         new_run(store, groups)
+        for n in range(processes):
+            new_run(store, WARM_GROUPS, f"warm {n}")
         context = multiprocessing.get_context("spawn")
         with context.Manager() as manager:
             ready = manager.Barrier(processes)
@@ -57,7 +60,7 @@ def lives(at: Places, backend: str, durability: str, processes: int, groups: int
                 "in_flight": 64 // processes,
             }  # fmt: skip
             with context.Pool(processes) as pool:
-                told = pool.map(store_api.one_life, [work] * processes, chunksize=1)
+                told = pool.map(store_api.one_life, [{**work, "warm": n} for n in range(processes)], chunksize=1)
     start, stop = min(t[0] for t in told), max(t[1] for t in told)
     assert sum(t[2] for t in told) == GROUP * groups
     return Spent(GROUP * groups, stop - start, float("nan"))

@@ -29,7 +29,7 @@ from typing import Any
 import samplestore
 from samplestore.examples import tiny_model, tiny_task
 from samplestore.slime import publish_weights, settings
-from samplestore.slime.objects import train_output
+from samplestore.slime.objects import tokenizer_of, train_output
 from samplestore.slime.rollout import load
 
 GROUPS, SAMPLES = 4, 2  # --rollout-batch-size, --n-samples-per-prompt
@@ -98,7 +98,7 @@ class Engine:
 def stock_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """As slime's own: groups are asked for until enough are finished; what is under way then is aborted, and given back
     with its tokens (--partial-rollout)."""
-    tokenizer = samplestore.slime.objects.tokenizer_of(args)
+    tokenizer = tokenizer_of(args)
     done: list[list[Any]] = []
     while len(done) < args.rollout_batch_size:
         for group in data_source.get_samples(args.over_sampling_batch_size - len(done)):

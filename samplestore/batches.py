@@ -33,7 +33,7 @@ from samplestore.models import BatchRow, Run, Worker
 from samplestore.queries import plans, serving
 from samplestore.queries.why import why
 from samplestore.states import BatchState, StalenessMode, StalePolicy, WorkerKind, WorkerState
-from samplestore.types import Why, choice
+from samplestore.types import Why, choice, seconds
 from samplestore.verbs import batches as verbs
 from samplestore.verbs import liveness, prompts
 from samplestore.verbs.tx import Transactor
@@ -188,7 +188,7 @@ class Wait:
     def __init__(
         self, step: int, timeout: float | None, stop: threading.Event | None, reasons: Callable[[], Why]
     ) -> None:  # fmt: skip
-        self._step, self._timeout, self._reasons = step, timeout, reasons
+        self._step, self._timeout, self._reasons = step, seconds("timeout", timeout), reasons
         self._stop = threading.Event() if stop is None else stop
         self._since, self._pause, self._tell_at = time.monotonic(), 0.02, TELL_S
 

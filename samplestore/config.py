@@ -20,7 +20,6 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any, Literal
@@ -32,6 +31,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, Pydanti
 from samplestore import othernames
 from samplestore.errors import SampleStoreError
 from samplestore.logs import mask
+from samplestore.words import close_to
 
 DEFAULT_FILE = "samplestore.toml"
 ENV_FILE = "SAMPLESTORE_CONFIG"
@@ -345,7 +345,7 @@ def _from_env() -> dict[str, tuple[Any, str]]:
 
 
 def _unknown_variable(variable: str, known: Mapping[str, str]) -> ConfigError:
-    close = get_close_matches(variable, known, n=1)
+    close = close_to(variable, known)
     meant = f" Did you mean {close[0]}?" if close else ""
     return ConfigError(
         f"environment: unknown variable {variable}.{meant} Allowed after {ENV_WORKER}: "

@@ -176,6 +176,10 @@ class LeaseLost(SampleStoreError):
     def __init__(self, what: str, id: int, attempt: int, now_owner: int | None = None, now_attempt: int | None = None):
         self.what, self.id, self.attempt = what, id, attempt
         self.now_owner, self.now_attempt = now_owner, now_attempt
+        if what == "batch":  # has no attempts, and no request
+            told = f"batch {id} is no longer leased by this trainer: it was committed, given back or reaped"
+            super().__init__(f"{told}. Nothing was changed. Ask for its step again with: run.batch(step)")
+            return
         super().__init__(
             f"{what} {id} is no longer held at attempt {attempt} (now owner {now_owner}, attempt {now_attempt}): "
             "drop this work and cancel its request"
@@ -200,6 +204,22 @@ class EngineInUse(SampleStoreError):
         else:
             cure = f"Give it back with: {cure}"
         super().__init__(f"{told}; an engine serves one run's weights. {cure}")
+
+
+class EngineUpdating(SampleStoreError):
+    """Another process is bringing an engine to other weights. Nothing was changed, and no engine was told.
+
+    worker   (id, name, host, pid) of that process
+    """
+
+    def __init__(self, url: str, worker: tuple[int, str, str, int], for_s: float) -> None:
+        self.url, self.worker, self.for_s = url, worker, for_s
+        id, name, host, pid = worker
+        super().__init__(
+            f"engine {url} is being updated by worker {id} ({name}, pid {pid} on {host}), for {max(0.0, for_s):.0f} s "
+            "so far: two updates at once would leave it with weights of neither. See when it is done with: samplestore "
+            "engines list; free what dead workers hold with: samplestore reap"
+        )
 
 
 class InvalidSegment(SampleStoreError):
@@ -260,15 +280,19 @@ class WaitStopped(SampleStoreError):
 
 
 class AbortTimeout(SampleStoreError):
-    """Samples were still held by their workers after an abort was asked for and waited for; it stays asked for."""
+    """Samples were still held by their workers after an abort was asked for and waited for; it stays asked for.
 
-    def __init__(self, waited_s: float, samples: list[int]) -> None:
-        self.waited_s, self.samples = waited_s, samples
+    at   (where, samples): the engines that generate for them, as far as their workers know, or who holds them
+    """
+
+    def __init__(self, waited_s: float, samples: list[int], at: list[tuple[str, int]]) -> None:
+        self.waited_s, self.samples, self.at = waited_s, samples, at
         shown = ", ".join(map(str, samples[:5])) + (", ..." if len(samples) > 5 else "")
+        told = "; ".join(f"{where}: {n:,}" for where, n in at[:5]) + ("; ..." if len(at) > 5 else "")
         super().__init__(
             f"{amount_is(len(samples), 'sample')} still in flight after "
-            f"{waited_s:.0f} s ({shown}). "
-            "Free what dead workers hold with: samplestore reap"
+            f"{waited_s:.0f} s ({shown}); {told or 'nobody says where'}. See what still generates with: samplestore "
+            "engines list --live; free what dead workers hold with: samplestore reap"
         )
 
 
@@ -305,9 +329,8 @@ class WorldMismatch(SampleStoreError):
     def __init__(self, step: int, batch_id: int, planned: int, asked: int) -> None:
         self.step, self.batch_id, self.planned, self.asked = step, batch_id, planned, asked
         super().__init__(
-            f"step {step} is shared out over {amount(planned, 'rank')} (batch {batch_id}), and world={asked} was "
-            "asked for. "
-            f"Start all ranks with one world; rank 0 plans anew: run.batch({step}, rank=0, world={asked})"
+            f"step {step} is shared out over {amount(planned, 'rank')} (batch {batch_id}), and world={asked} was asked "
+            f"for. Start all ranks with one world; rank 0 plans anew: run.batch({step}, rank=0, world={asked})"
         )
 
 
@@ -452,9 +475,8 @@ class EpisodeTruncated(SampleStoreError):
     def __init__(self, sample_id: int, n_tokens: int) -> None:
         self.sample_id, self.n_tokens = sample_id, n_tokens
         super().__init__(
-            f"sample {sample_id} has no room after {amount(n_tokens, 'response token')}: ctx.room says beforehand "
-            "what is left. "
-            "More of it: samplestore worker --max-new-tokens N, as far as the model's context goes"
+            f"sample {sample_id} has no room after {amount(n_tokens, 'response token')}: ctx.room says beforehand what "
+            "is left. More of it: samplestore worker --max-new-tokens N, as far as the model's context goes"
         )
 
 

@@ -32,6 +32,7 @@ POINTS = {
     "filed": "an array's file is on disk, and no row names it yet",
     "importing": "some groups of an import are written and not committed",
     "exporting": "an export is whole on disk, and has not got its name",
+    "replacing": "the folder that an export replaces has made way, and its successor has not got its name",
     "copying": "a transaction of a merge or fork is committed, the next not begun",
     "saved": "a trainer's checkpoint is on disk and its batch not committed; for trainers to call",
     "migrating": "a revision is applied and not committed",

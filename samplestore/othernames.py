@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
+
+from samplestore.words import close_to
 
 RUN = {  # slime's flags, by the name of the run's setting
     "n_samples_per_prompt": "samples_per_prompt", "rollout_batch_size": "groups_per_step", "num_epoch": "epochs",
@@ -55,4 +56,4 @@ def meant(name: str, known: Iterable[str], elsewhere: dict[str, str]) -> str | N
         return found
     if plain in known:
         return plain
-    return next(iter(get_close_matches(plain, known, n=1)), None)
+    return next(iter(close_to(plain, known)), None)

@@ -109,6 +109,9 @@ class Run:
         """Store prompts: dict rows, or prepared samplestore.prompts.Prompt objects. Idempotent by content. With
         `evaluation` their data sets are for `evaluate`, and never served for training.
         Raises InvalidPrompts, InvalidSetting; then nothing is stored."""
+        if isinstance(rows, str | Path | Mapping):
+            allowed = f"a list of rows; a file is added by: samplestore add-prompts FILE --run {self.name}"
+            raise InvalidSetting("rows", type(rows).__name__ if isinstance(rows, Mapping) else str(rows), allowed)
         listed = list(rows)
         invalid = 0
         self.tokenizer = tokenizer if self.tokenizer is None else self.tokenizer
@@ -243,9 +246,13 @@ class Run:
         """Give a sample back, resumable from its stored tokens. No failure is counted. Raises LeaseLost."""
         self.transact(lambda tx: samples.release(tx, claim, reason))
 
-    def fail(self, claim: Claim, error: str, backoff_s: float = 1.0) -> str:
-        """Record a failed attempt; `failed` after max_attempts. Returns the new status. Raises LeaseLost."""
-        return self.transact(lambda tx: samples.fail(tx, claim, error, backoff_s))
+    def fail(self, claim: Claim, error: str, backoff_s: float = 1.0, *, prompt_refused: bool = False) -> str:
+        """Record a failed attempt; `failed` after max_attempts. Returns the new status. Raises LeaseLost.
+
+        prompt_refused   no engine can ever take its prompt: `failed` at once, the group is dropped, and the prompt is
+                         not served again unless the group's samples are requeued
+        """
+        return self.transact(lambda tx: samples.fail(tx, claim, error, backoff_s, prompt_refused))
 
     def attach(
         self, claim: Claim, name: str, array: Any, n_experts: int | None = None, first_row: int | None = None
@@ -416,8 +423,11 @@ class Run:
         end = time.monotonic() + wait_s
         while held := held & self.database.read(lambda c: aborts.in_flight(c, self.id)):
             if time.monotonic() >= end:
-                raise AbortTimeout(wait_s, sorted(id for id, _ in held))
+                raise self._still_held(wait_s, sorted(id for id, _ in held))
             time.sleep(POLL_S)
+
+    def _still_held(self, wait_s: float, ids: list[int]) -> AbortTimeout:
+        return AbortTimeout(wait_s, ids, self.database.read(lambda c: aborts.held_at(c, ids)))
 
     def pause(self, reason: str | None = None) -> None:
         """Workers claim nothing more; what is in flight goes on."""

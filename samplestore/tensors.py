@@ -291,6 +291,7 @@ def as_torch(made: Arrays, device: Any, pin_memory: bool | None = None) -> dict[
     tensors = {name: torch.from_numpy(array) for name, array in made.items()}
     if pin_memory or (pin_memory is None and device is not None and torch.device(device).type == "cuda"):
         if not torch.cuda.is_available():
-            raise InvalidSetting("pin_memory" if pin_memory else "device", pin_memory or str(device), "a GPU's machine")
+            name, given, instead = ("pin_memory", True, "False") if pin_memory else ("device", str(device), '"cpu"')
+            raise InvalidSetting(name, given, f"{instead}: torch sees no GPU here")
         tensors = {name: t.pin_memory() for name, t in tensors.items()}
     return tensors if device is None else {name: t.to(device, non_blocking=True) for name, t in tensors.items()}

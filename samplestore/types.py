@@ -242,6 +242,12 @@ def whole(name: str, value: Any, low: int = 0, high: int = MAX_WHOLE) -> int:
     return int(value)
 
 
+def seconds(name: str, value: Any) -> float | None:
+    """`value` if it is a number of seconds, or None. Raises InvalidSetting."""
+    _check(name, value, "seconds, or None to wait for ever", lambda v: v is None or _number(v))
+    return None if value is None else float(value)
+
+
 def choice(name: str, value: Any, choices: type[Choice]) -> Choice:
     """The member of `choices` that `value` names. Raises InvalidSetting."""
     _check(name, value, " | ".join(choices), lambda v: isinstance(v, str) and v in list(choices))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -243,6 +244,9 @@ def _report(error: Exception) -> int:
     elif exits.is_database_error(error):
         first = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
         _tell(f"the database said: {first.rstrip('.')}. Look further with: samplestore doctor")
+    elif isinstance(error, OSError) and error.filename is not None:  # a name that was given can't be used
+        place = os.fsdecode(error.filename)
+        _tell(f"{place}: {error.strerror or error}. Look at it with: ls -ld {shlex.quote(place)}")
     else:
         raise error
     return exits.exit_code(error)

@@ -130,7 +130,7 @@ def _disk(folder: Path) -> Result:
     said = f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f} GiB at {folder}"
     if usage.free < LEAST_FREE:
         return Result(
-            "disk", FAIL, (f"{said}: writes will fail soon. Look with: du -xsh {quote(str(folder))}"), exits.CHECK
+            "disk", FAIL, f"{said}: writes will fail soon. Look with: du -xsh {quote(str(folder))}", exits.CHECK
         )
     return Result("disk", WARN if usage.free < LITTLE_FREE else OK, said)
 

@@ -66,9 +66,8 @@ def evaluate(
             _tell(found, [made], as_json)
             if made.all_failed:
                 raise exits.CommandError(
-                    f"{which(made.n_failed, 'the sample', f'all {made.n_failed:,} samples')} failed; the last "
-                    f"one: {shown(made.newest_error)}. When that is "
-                    "mended, give the command again with: --again"
+                    f"{which(made.n_failed, 'the sample', f'all {made.n_failed:,} samples')} failed; the last one: "
+                    f"{shown(made.newest_error)}. When that is mended, give the command again with: --again"
                 )
             return
         number = found.start_evaluation(name, samples, **options)

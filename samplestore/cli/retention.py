@@ -86,10 +86,10 @@ def _told(done: Pruned, name: str, url: str, after: int, sqlite: bool, keep: int
         "the disk"
     )
     if given < done.freed_bytes:
-        why = "the file was made without that" if sqlite else "PostgreSQL keeps the gaps"
+        why = "a page goes back when all of it is free" if sqlite else "PostgreSQL keeps the gaps"
         again = f"samplestore prune --run {quote(name)} --keep-steps {keep} --full"
         say(
-            (f"the rest is used again by what comes ({why})")
+            f"the rest is used again by what comes ({why})"
             + ("" if keep is None else f"; to give it back too: {again}")
         )
 
@@ -142,8 +142,7 @@ def restore(
     else:
         say(
             f"{done.database}: {amount(len(done.runs), 'run')} of {backup} (schema revision {done.revision}), all "
-            "checked. "
-            "Discard checkpoints that are newer than its last committed step"
+            "checked. Discard checkpoints that are newer than its last committed step"
         )
 
 

@@ -12,7 +12,7 @@ import typer
 from samplestore.cli import exits, tokens
 from samplestore.cli.common import AsJson, Db, RunName, existing, opened
 from samplestore.cli.output import emit_json, note, pairs, say, table, when
-from samplestore.states import GroupState, SegmentKind
+from samplestore.states import TAKEN, SegmentKind
 from samplestore.words import amount
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def _print(
     owner = f", held by worker {s['owner']} since {when(s['claimed_at'])}" if s["owner"] is not None else ""
     lives = "" if found.incarnation == s["incarnation"] else f" (a former life; the present one is {s['incarnation']})"
     reason = f": {g['reason']}" if g["reason"] else ""
-    at_lease = " (at the lease)" if g["state"] in (GroupState.LEASED, GroupState.CONSUMED) else ""
+    at_lease = " (at the lease)" if g["state"] in TAKEN else ""
     pairs(
         [
             ("sample", f"{g['number']}/{place['index']} (id {place['id']})"),
@@ -196,7 +196,7 @@ def _print(
             ("status", f"{s['status']}{f' ({reason_})' if (reason_ := s['finish_reason']) else ''}{owner}"),
             ("group", f"{g['number']}, {g['state']}{reason}, {amount(g['n_samples'], 'sample')}, epoch {g['epoch']}"),
             *(
-                [("forked", (f"from the sample with id {s['parent_id']}, {shares}"))]
+                [("forked", f"from the sample with id {s['parent_id']}, {shares}")]
                 if s["parent_id"] is not None
                 else []
             ),

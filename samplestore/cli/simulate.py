@@ -49,8 +49,7 @@ def _print(name: str, told: dict[str, Any]) -> None:
     say(
         f"run {name}: {amount(total['steps'], 'step')}, {amount(total['groups'], 'group')}, "
         f"{amount(total['tokens'], 'trained token')}, held against max_staleness={window} (staleness: "
-        f"{told['staleness_mode']}; the run had "
-        f"{told['recorded']['max_staleness']})"
+        f"{told['staleness_mode']}; the run had {told['recorded']['max_staleness']})"
     )
     say()
     shown = [step for step in told["steps"] if step["groups_beyond"] or step["tokens_masked"]]

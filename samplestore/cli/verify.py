@@ -84,7 +84,7 @@ def _print(told: dict[str, Any]) -> None:
             ("engines", _engines(told["engines"])),
             ("prompts", f"{amount(requests['prompt_tokens'], 'token')}, {requests['cached_tokens']:,} of them cached"),
             *(
-                [("unknown", f"{amount(n, 'request')} of workers that died")]
+                [("unknown", f"{amount(n, 'request')} that ended untold: a worker died, or had lost the sample")]
                 if (n := requests["worker_died_before_it_knew"])
                 else []
             ),

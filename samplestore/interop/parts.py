@@ -70,5 +70,5 @@ def reward_of(value: Any, name: str) -> float:
     """The reward that a foreign sample says. Raises InvalidSegment."""
     number = codec.reward(value)
     if number is None:
-        raise InvalidSegment(f"{name} is {value!s:.80}, no number from -1e25 to 1e25", field=name)
+        raise InvalidSegment(f"{name} is {value!s:.80}, not {codec.REWARDS}", field=name)
     return number

@@ -24,9 +24,8 @@ class WrongCount(SampleStoreError):
     def __init__(self, step: int, found: int, wanted: int) -> None:
         self.step, self.found, self.wanted = step, found, wanted
         super().__init__(
-            f"the batch of step {step} has {amount(found, 'sample')}, and TRL wants exactly {wanted}: groups must "
-            "be whole "
-            "(on_failed=drop, no forks). See: samplestore status"
+            f"the batch of step {step} has {amount(found, 'sample')}, and TRL wants exactly {wanted}: groups must be "
+            "whole (on_failed=drop, no forks). See: samplestore status"
         )
 
 

@@ -1,5 +1,5 @@
-"""The crash harness, small: a handful of deaths every time, fifty and a whole stack in CI. `make test-crash` goes on
-to a thousand, and to a hundred on whole stacks."""
+"""The crash harness, small: a handful of deaths in `make test`, fifty and a whole stack in CI. `make test-crash` goes
+on to a thousand, and to a hundred on whole stacks."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def survive(level: str, backend: str, seed: int, deaths: int, prompts: int, fold
     return tally
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("backend", ["sqlite", "postgres"])
 def test_a_handful_of_deaths(backend: str, tmp_path: Path) -> None:
     survive("store", backend, SEED, 6, 16, tmp_path)

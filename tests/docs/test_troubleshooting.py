@@ -28,7 +28,7 @@ from samplestore.verbs import deaths
 from samplestore.workers.chat import TemplateChanged
 from samplestore.workers.episode_runs import EpisodeFailed, EpisodeSpecError
 from samplestore.workers.filters import FilterSpecError
-from samplestore.workers.replies import EngineError
+from samplestore.workers.replies import EngineError, PromptRefused
 from samplestore.workers.rewards import RewardSpecError
 from tests.docs.pages import page
 
@@ -98,6 +98,7 @@ EXAMPLES: list[Any] = [
     errors.InvalidSetting("seed", "x", "a whole number"),
     errors.WorkerDead(3),
     errors.LeaseLost("sample", 4, 1, 9, 2),
+    errors.LeaseLost("batch", 4, 0, 9),
     errors.InvalidSegment("it has no tokens", field="tokens"),
     errors.SequenceConflict(4, 7, 5, "it would leave a gap or overwrite"),
     errors.InvalidTransition("group", 4, "leased", "drop", "open, ready"),
@@ -105,8 +106,10 @@ EXAMPLES: list[Any] = [
     errors.UnknownVersion("x", 9),
     errors.EngineInUse("http://h:1", "x", []),
     errors.EngineInUse("http://h:1", "x", [(3, "h", 77)]),
+    errors.EngineUpdating("http://h:1", (3, "h-77", "h", 77), 12.0),
     errors.BatchTimeout(30.0, Why(8, 2, [("no_workers", "no rollout worker is connected")])),
-    errors.AbortTimeout(10.0, [4, 5]),
+    errors.AbortTimeout(10.0, [4, 5], [("http://h:1, for worker 3 (pid 77 on h)", 2)]),
+    errors.AbortTimeout(10.0, [4, 5], []),
     errors.WorkerFailed(3, "worker-0", "boom"),
     errors.StepAlreadyCommitted(5, 7),
     errors.StepHeld(5, 7, 3),
@@ -127,6 +130,10 @@ EXAMPLES: list[Any] = [
     tokenizers.NoChatTemplate("model", "has no chat template"),
     EngineError("busy", "queue is full", 503),
     EngineError("unfit", "every log-prob of its answer is null"),
+    PromptRefused("a prompt of 300 tokens leaves no room in a context of 256"),
+    PromptRefused("prompt token 64 at position 1 is outside the vocabulary (0 to 63)"),
+    PromptRefused("the prompt has places for images (token 4): 2, images: 1. Write one place for each image"),
+    PromptRefused("the engine refused the prompt: image file is truncated", 400),
     EngineError("setup", "http://h:1 tells no routed experts"),
     RewardSpecError("x:y", "there is no module 'x'"),
     FilterSpecError("there is no module 'x'"),
@@ -186,6 +193,8 @@ def test_no_heading_is_made_up() -> None:
         deaths.given_up_text(5, 7),
         "no engines to drive. Say --router http://HOST:PORT or --engine http://HOST:PORT",
         "/weights/1 is no complete checkpoint: it has no *.safetensors. An engine that loads it may die",
+        "/weights/1 does not fit the model that is served, /weights/0: w is F32 [5], and there F32 [4]. No engine was "
+        "told. Publish weights of the same model: run.publish_weights(PATH)",
     ]
     for heading in HEADINGS:
         assert any(matches(heading, text) for text in sources), f"no error says: {heading}"

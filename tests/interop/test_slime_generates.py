@@ -197,6 +197,29 @@ def test_what_slime_may_not_bring(store: Store, db_url: str, texts: None, caplog
     f.sound(run)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [{"tokens": 3.5}, {"tokens": None}, {"response_length": "x"}, {"response_length": float("nan")},
+     {"response_length": -2}, {"response_length": [1]}, {"loss_mask": "x"}, {"rollout_log_probs": {}}],
+)  # fmt: skip
+def test_a_sample_that_a_function_made_something_else_of_is_generated_again(
+    store: Store, db_url: str, texts: None, caplog: pytest.LogCaptureFixture, odd: dict[str, Any]
+) -> None:
+    run = f.make_run(store, prompts=1, stages=["reward"])
+    source = StoreDataSource(args_of(db_url))
+    (group,) = source.get_samples(1)
+    slime_generates([group], 3)
+    for name, value in odd.items():
+        setattr(group[0], name, value)
+    observe_all(source.args, [group], source)
+    assert "is generated again" in caplog.text
+    found = f.rows(run, "SELECT status, failures, owner FROM sample ORDER BY id")
+    assert found == [
+        {"status": "pending", "failures": 1, "owner": None}, {"status": "completed", "failures": 0, "owner": None},
+    ]  # fmt: skip
+    f.sound(run)
+
+
 def test_groups_that_were_stopped_in_the_middle_come_back_whole(store: Store, db_url: str, texts: None) -> None:
     """One sample of each group had got tokens when slime stopped, the others still waited for a request."""
     f.make_run(store, prompts=8, samples_per_prompt=4, stages=["reward"], max_staleness=3)

@@ -43,6 +43,11 @@ def run(args: Sequence[str | Path], cwd: Path) -> str:
     return result.stdout
 
 
+def install(bin: Path, what: str) -> None:
+    """With this environment's pip: to put one into each environment takes as long as the installation."""
+    run([sys.executable, "-m", "pip", "--python", bin / "python", "install", "--quiet", what], bin)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: setuptools packs whatever an earlier build left in build/lib."""
@@ -66,9 +71,16 @@ def test_a_wheel_of_the_checkout_has_no_other_tests() -> None:
 def clean_bin(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin folder of an environment with the wheel and its core dependencies."""
     folder = tmp_path_factory.mktemp("clean") / "venv"
-    venv.create(folder, with_pip=True)
-    run([folder / "bin" / "python", "-m", "pip", "install", "--quiet", wheel], folder)
+    venv.create(folder)
+    install(folder / "bin", str(wheel))
     return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def testing_bin(wheel: Path, clean_bin: Path) -> Path:
+    """The same folder, with what the contract suite needs besides."""
+    install(clean_bin, f"{wheel}[testing]")
+    return clean_bin
 
 
 def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
@@ -110,13 +122,12 @@ def test_a_core_installation_works_away_from_the_checkout(clean_bin: Path, tmp_p
 
 @pytest.mark.parametrize("backend", ["sqlite", "postgres"])
 def test_the_contract_suite_runs_from_the_wheel(
-    backend: str, wheel: Path, clean_bin: Path, postgres_server: Databases, tmp_path: Path
+    backend: str, testing_bin: Path, postgres_server: Databases, tmp_path: Path
 ) -> None:
     """As somebody else runs it on a server of theirs: away from the checkout, and on the database that they name."""
-    run([clean_bin / "python", "-m", "pip", "install", "--quiet", f"{wheel}[testing]"], tmp_path)
     url = "sqlite:" if backend == "sqlite" else postgres_server.url("postgres")
     suite = ["-m", "samplestore.testing.contract", "-v", "-rs", "--samplestore-url", url]
-    told = run([clean_bin / "python", *suite, "-k", "test_claim or test_gate or test_ledger_check"], tmp_path)
+    told = run([testing_bin / "python", *suite, "-k", "test_claim or test_gate or test_ledger_check"], tmp_path)
     assert re.search(r"= \d+ passed,( \d+ skipped,)? \d+ deselected", told), told
     assert not re.search(r"\d+ (failed|errors?)", told), told
     left_out = re.findall(r"^SKIPPED .*", told, re.MULTILINE)

@@ -29,7 +29,9 @@ def herd(processes: Processes, url: str, run: Run, seconds: float, out: Path) ->
     return [json.loads((out / f"{n}.json").read_text()) for n in range(WORKERS + TRAINERS)]
 
 
-@pytest.mark.parametrize("seconds", [6, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(6, marks=pytest.mark.short), pytest.param(30, marks=pytest.mark.slow)]
+)
 def test_twenty_processes_share_one_run(processes: Processes, db_url: str, tmp_path: Path, seconds: int) -> None:
     with samplestore.open(db_url) as store:
         run = f.make_run(
