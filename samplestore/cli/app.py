@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from samplestore import __version__
 from samplestore.cli import exits
+from samplestore.cli.common import TYPED
 from samplestore.cli.output import note
 from samplestore.errors import MissingExtra, SampleStoreError
 from samplestore.words import did_you_mean
@@ -193,7 +194,8 @@ def run(args: Sequence[str] | None = None) -> int:
             _tell(f"{arg!r} is not UTF-8: neither a database nor JSON can hold it. See: samplestore --help")
             return exits.USAGE
     try:
-        result = build().main(args=[*given], prog_name="samplestore", standalone_mode=False, obj=given)
+        TYPED.set(given)
+        result = build().main(args=[*given], prog_name="samplestore", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else exits.OK
     except BrokenPipeError:  # `| head` has seen enough; Python would complain once more when it closes stdout

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import pairwise
 from pathlib import Path
-from shlex import join, quote
+from shlex import join
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
@@ -122,7 +124,7 @@ def chosen(store: Store, name: str | None) -> Run:
     if name is None and len(names) > 1:
         raise exits.CommandError(
             f"the database has several runs ({', '.join(names[:20])}): name one with --run NAME. "
-            "List them with: samplestore runs",
+            f"List them with: {to_type('runs')}",
             exits.USAGE,
         )
     return existing(store, name)
@@ -131,17 +133,30 @@ def chosen(store: Store, name: str | None) -> Run:
 def existing(store: Store, name: str | None) -> Run:
     """An existing run; without a name the newest. Raises RunNotFound, CommandError where there are none."""
     if name is None and not store.run_names():
-        raise exits.CommandError(
-            f"{store.database.shown_url} has no runs yet. Create one with: samplestore add-prompts FILE --run NAME"
-        )
+        create = to_type("add-prompts", "FILE", "--run", "NAME")
+        raise exits.CommandError(f"{store.database.shown_url} has no runs yet. Create one with: {create}")
     return store.existing_run(name)
 
 
-def again(ctx: typer.Context, option: str, value: str) -> str:
+TYPED: ContextVar[Sequence[str]] = ContextVar("typed", default=())  # the words of this command line
+
+
+def to_type(*words: str) -> str:
+    """A command to type next, on the database that this one was told with --db: one that is configured is found again
+    without."""
+    from samplestore.logs import mask
+
+    typed = TYPED.get()
+    named = [value for option, value in pairwise(typed) if option == "--db"]
+    named += [word.removeprefix("--db=") for word in typed if word.startswith("--db=")]
+    return mask(join(["samplestore", *words, *(["--db", named[-1]] if named else [])]))
+
+
+def again(option: str, value: str) -> str:
     """The command that was typed, with another value of one option: what to type for the next page."""
     from samplestore.logs import mask
 
-    words = list(ctx.find_root().obj or ())
+    words = list(TYPED.get())
     for at in reversed(range(len(words))):
         if words[at] == option:
             del words[at : at + 2]
@@ -154,7 +169,7 @@ def one_name(place: str | None, option: str | None, command: str) -> str | None:
     """The run that was named, by place or with --run. Raises CommandError where these are two."""
     if place is not None and option is not None and place != option:
         raise exits.CommandError(
-            f"two runs are named, {place!r} and {option!r}. Say one: samplestore {command} --run {quote(option)}",
+            f"two runs are named, {place!r} and {option!r}. Say one: {to_type(command, '--run', option)}",
             exits.USAGE,
         )
     return place if option is None else option

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,6 +21,7 @@ from samplestore.cli.common import (
     listed,
     opened,
     opened_run,
+    to_type,
 )
 from samplestore.cli.output import say
 from samplestore.cli.show import find_sample
@@ -36,7 +36,7 @@ def pause(db: Db = None, run: RunName = None, reason: Reason = None) -> None:
     """Workers claim nothing more; what is in flight goes on."""
     with opened_run(db, run) as found:
         found.pause(reason)
-        say(f"run {found.name} is paused; go on with: samplestore resume --run {quote(found.name)}")
+        say(f"run {found.name} is paused; go on with: {to_type('resume', '--run', found.name)}")
 
 
 def resume(db: Db = None, run: RunName = None, reason: Reason = None) -> None:
@@ -51,8 +51,8 @@ def drain(db: Db = None, run: RunName = None, reason: Reason = None) -> None:
     with opened_run(db, run) as found:
         found.drain(reason)
         say(
-            f"run {found.name} is draining; follow it with: samplestore status --watch --run {quote(found.name)}; "
-            f"let it go on with: samplestore resume --run {quote(found.name)}"
+            f"run {found.name} is draining; follow it with: {to_type('status', '--watch', '--run', found.name)}; "
+            f"let it go on with: {to_type('resume', '--run', found.name)}"
         )
 
 
@@ -146,7 +146,7 @@ def existing_groups(run: Run, numbers: list[int]) -> dict[int, int]:
     from samplestore.queries.inspect import MAX_ROWS, groups_by_number
 
     wanted = sorted(set(numbers))
-    listing = f"samplestore groups --run {quote(run.name)}"
+    listing = to_type("groups", "--run", run.name)
     if len(wanted) > MAX_ROWS:
         raise exits.CommandError(
             f"{len(wanted):,} groups at once; at most {MAX_ROWS:,} are taken. List them with: {listing}", exits.USAGE
@@ -183,7 +183,8 @@ def rewind(
         if not yes:
             if not sys.stdin.isatty():
                 raise exits.CommandError(
-                    f"nobody is there to ask. Say it with: samplestore rewind {step} --run {quote(found.name)} --yes",
+                    "nobody is there to ask. Say it with: "
+                    f"{to_type('rewind', str(step), '--run', found.name, '--yes')}",
                     exits.USAGE,
                 )
             typer.confirm(

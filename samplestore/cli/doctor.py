@@ -14,7 +14,7 @@ import typer
 
 from samplestore import __version__
 from samplestore.cli import exits
-from samplestore.cli.common import AsJson, Db, existing_url
+from samplestore.cli.common import AsJson, Db, existing_url, to_type
 from samplestore.cli.output import emit_json, note, printable, table
 from samplestore.words import amount, amount_is, which
 
@@ -201,7 +201,7 @@ def _processes(found: Database, ask_engines: bool) -> Iterator[Result]:
     silent = silent_workers(found)
     if silent:
         names = ", ".join(f"{w['id']} of run {w['run']}" for w in silent[:10])
-        cure = f"Run: samplestore reap --run {quote(silent[0]['run'])}"
+        cure = f"Run: {to_type('reap', '--run', silent[0]['run'])}"
         n = len(silent)
         said = f"{amount_is(n, 'live worker')} silent ({printable(names)}). {cure}"
         yield Result("workers", FAIL, said, exits.CHECK)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from samplestore.cli import exits
-from samplestore.cli.common import AsJson, Db, RunName, opened_run
+from samplestore.cli.common import AsJson, Db, RunName, opened_run, to_type
 from samplestore.cli.output import emit_json, say, table, when
 from samplestore.words import which
 
@@ -99,11 +98,11 @@ def _only(run: Run) -> str:
     if not names:
         raise exits.CommandError(
             f"run {run.name!r} has no data set to evaluate on. Add one with: "
-            f"samplestore add-prompts FILE --run {quote(run.name)} --dataset NAME --eval"
+            f"{to_type('add-prompts', 'FILE', '--run', run.name, '--dataset', 'NAME', '--eval')}"
         )
     raise exits.CommandError(
         f"run {run.name!r} has several data sets to evaluate on ({', '.join(names[:20])}): name one, like: "
-        f"samplestore eval {quote(names[0])} --run {quote(run.name)}",
+        f"{to_type('eval', names[0], '--run', run.name)}",
         exits.USAGE,
     )
 
@@ -113,7 +112,7 @@ def _tell(run: Run, told: list[Evaluation], as_json: bool) -> None:
         emit_json({"run": run.name, "evaluations": [e.as_json() for e in told]})
         return
     if not told:
-        say(f"no evaluations yet. Start one with: samplestore eval DATASET --run {quote(run.name)}")
+        say(f"no evaluations yet. Start one with: {to_type('eval', 'DATASET', '--run', run.name)}")
         return
     ks = sorted({k for e in told for k in e.pass_at})
     table(

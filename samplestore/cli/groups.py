@@ -18,7 +18,6 @@ MOST_LOOKS = 10  # stretches of group numbers that one command looks through for
 
 
 def groups(
-    ctx: typer.Context,
     db: Db = None,
     run: RunName = None,
     state: Annotated[
@@ -79,7 +78,7 @@ def groups(
     table(GROUPS, [_group(row) for row in rows])
     if last.after is not None:
         looked = "" if len(rows) == limit else f" (of what fits; looked through down to number {last.low})"
-        note(f"there may be more{looked}; the next page: {again(ctx, '--after', last.after)}")
+        note(f"there may be more{looked}; the next page: {again('--after', last.after)}")
 
 
 def _look(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from samplestore.cli import exits
-from samplestore.cli.common import AsJson, Db, TheRun, chosen_run, database, opened
+from samplestore.cli.common import AsJson, Db, TheRun, chosen_run, database, opened, to_type
 from samplestore.cli.output import emit_json, say
 from samplestore.words import amount, which
 
@@ -51,13 +50,13 @@ def prune(
         )
     if everything and run is None:
         raise exits.CommandError(
-            "--all removes a whole run: name it. Try: samplestore prune --all --run NAME", exits.USAGE
+            f"--all removes a whole run: name it. Try: {to_type('prune', '--all', '--run', 'NAME')}", exits.USAGE
         )
     with chosen_run(db, run) as found:
         if everything:
             _ask(
                 yes,
-                f"samplestore prune --all --run {quote(found.name)} --yes",
+                to_type("prune", "--all", "--run", found.name, "--yes"),
                 f"Remove run {found.name} and all it holds",
             )
         done = retention.remove(found) if everything else retention.prune(found, keep_steps or 0)
@@ -87,7 +86,7 @@ def _told(done: Pruned, name: str, url: str, after: int, sqlite: bool, keep: int
     )
     if given < done.freed_bytes:
         why = "a page goes back when all of it is free" if sqlite else "PostgreSQL keeps the gaps"
-        again = f"samplestore prune --run {quote(name)} --keep-steps {keep} --full"
+        again = to_type("prune", "--run", name, "--keep-steps", str(keep), "--full")
         say(
             f"the rest is used again by what comes ({why})"
             + ("" if keep is None else f"; to give it back too: {again}")

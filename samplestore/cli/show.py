@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from samplestore.cli import exits, tokens
-from samplestore.cli.common import AsJson, Db, RunName, existing, opened
+from samplestore.cli.common import AsJson, Db, RunName, existing, opened, to_type
 from samplestore.cli.output import emit_json, note, pairs, say, table, when
 from samplestore.states import TAKEN, SegmentKind
 from samplestore.words import amount
@@ -99,7 +98,7 @@ def show(
             again = determinism.of_sample(store.database, place["run_id"], place["id"])
         except ValueError as error:
             raise exits.CommandError(
-                f"{error}. Find all damaged rows with: samplestore check --run {quote(place['run'])}"
+                f"{error}. Find all damaged rows with: {to_type('check', '--run', place['run'])}"
             ) from error
     if as_json:
         emit_json(

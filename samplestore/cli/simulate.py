@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from shlex import quote
 from typing import Annotated, Any
 
 import typer
 
-from samplestore.cli.common import AsJson, Db, RunName, RunPlace, one_name, opened_run
+from samplestore.cli.common import AsJson, Db, RunName, RunPlace, one_name, opened_run, to_type
 from samplestore.cli.output import emit_json, pairs, say, table
 from samplestore.words import amount, which
 
@@ -39,7 +38,7 @@ def simulate(
         emit_json({"run": name, **told})
         return
     if not told["steps"]:
-        say(f"run {name} has no committed step yet. See: samplestore why --run {quote(name)}")
+        say(f"run {name} has no committed step yet. See: {to_type('why', '--run', name)}")
         return
     _print(name, told)
 

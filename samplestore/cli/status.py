@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samplestore.cli.common import AsJson, Db, RunName, existing, opened, opened_run
+from samplestore.cli.common import AsJson, Db, RunName, existing, opened, opened_run, to_type
 from samplestore.cli.output import counts, duration, emit_json, fancy, framed, pairs, say, table, when
 from samplestore.states import StalenessMode, StalePolicy
 from samplestore.words import amount, which
@@ -31,7 +31,7 @@ def status(
             if as_json:
                 emit_json({"run": None})
             else:
-                say("no runs yet. Create one with: samplestore add-prompts FILE --run NAME")
+                say(f"no runs yet. Create one with: {to_type('add-prompts', 'FILE', '--run', 'NAME')}")
             return
         found = existing(store, run)
         if watch and fancy() and not as_json:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from shlex import quote
 from typing import Annotated, Any
 
 import typer
 
 from samplestore.cli import exits
-from samplestore.cli.common import AsJson, Db, RunName, opened_run
+from samplestore.cli.common import AsJson, Db, RunName, opened_run, to_type
 from samplestore.cli.output import counts, emit_json, note, pairs, say, table
 from samplestore.words import amount
 
@@ -41,7 +40,7 @@ def check(
     if findings:
         note(
             f"error: {amount(len(findings), 'check')} of run {name} failed. "
-            f"Look at the tokens with: samplestore ledger --run {quote(name)}"
+            f"Look at the tokens with: {to_type('ledger', '--run', name)}"
         )
         raise typer.Exit(exits.CHECK)
 
@@ -65,7 +64,7 @@ def ledger(
     if told["closed"] is False:
         note(
             f"error: the token ledger of run {name} does not close. "
-            f"Find the rows with: samplestore check --run {quote(name)}"
+            f"Find the rows with: {to_type('check', '--run', name)}"
         )
         raise typer.Exit(exits.CHECK)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shlex import quote
+
 import pytest
 import sqlalchemy as sa
 
@@ -52,7 +54,9 @@ def test_what_cannot_be_taken_back_names_its_run(cli: Cli, small: Small) -> None
     for command in (["abort", "--reason", "x"], ["rewind", "0", "--yes"]):
         answer = cli(*command, "--db", small.url)
         assert (answer.code, answer.out) == (2, "")
-        assert "small, later" in answer.err and answer.err.rstrip().endswith("samplestore runs")
+        assert "small, later" in answer.err and answer.err.rstrip().endswith(
+            f"samplestore runs --db {quote(small.url)}"
+        )
 
 
 def test_reasons_are_asked_for(cli: Cli, small: Small) -> None:
@@ -68,7 +72,7 @@ def test_reap_frees_the_dead(cli: Cli, small: Small) -> None:
         old = sa.update(Worker).where(Worker.id == small.worker).values(heartbeat=1.0)
         store.database.write(lambda connection: connection.execute(old))
     sick = cli("doctor", "--db", small.url)
-    assert sick.code == 5 and sick.err.rstrip().endswith("samplestore reap --run small")
+    assert sick.code == 5 and sick.err.rstrip().endswith(f"samplestore reap --run small --db {quote(small.url)}")
     answer = cli("reap", "--db", small.url)
     assert answer.out.startswith(f"run small: 1 worker is dead ({small.worker}); freed 1 sample, 0 stages")
 
@@ -127,7 +131,7 @@ def test_a_number_is_that_of_the_run_that_is_named(cli: Cli, small: Small) -> No
 def test_rewind_asks_first(cli: Cli, small: Small) -> None:
     answer = cli("rewind", 0, "--db", small.url)
     assert (answer.code, answer.out) == (2, "")
-    assert answer.err.rstrip().endswith("samplestore rewind 0 --run small --yes")
+    assert answer.err.rstrip().endswith(f"samplestore rewind 0 --run small --yes --db {quote(small.url)}")
     assert cli("status", "--db", small.url, "--json").json["timeline"] == 0
 
 
@@ -150,15 +154,21 @@ def test_engines_forget(cli: Cli, small: Small) -> None:
 
 
 def test_drain_says_how_to_go_on(cli: Cli, small: Small) -> None:
-    assert cli("drain", "--db", small.url).out.rstrip().endswith("samplestore resume --run small")
+    assert (
+        cli("drain", "--db", small.url).out.rstrip().endswith(f"samplestore resume --run small --db {quote(small.url)}")
+    )
 
 
 def test_a_name_is_quoted_in_what_to_type(cli: Cli, store: samplestore.Store, db_url: str) -> None:
     store.run("a b; $(id)")
     for command in ("pause", "drain"):
-        assert cli(command, "--db", db_url).out.endswith("samplestore resume --run 'a b; $(id)'\n")
+        assert cli(command, "--db", db_url).out.endswith(
+            f"samplestore resume --run 'a b; $(id)' --db {quote(db_url)}\n"
+        )
     refused = cli("rewind", 0, "--db", db_url)
-    assert refused.code == 2 and refused.err.endswith("samplestore rewind 0 --run 'a b; $(id)' --yes\n")
+    assert refused.code == 2 and refused.err.endswith(
+        f"samplestore rewind 0 --run 'a b; $(id)' --yes --db {quote(db_url)}\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["\udcff", "a\x00", "x" * 201], ids=["surrogate", "NUL", "long"])

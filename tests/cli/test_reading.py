@@ -182,8 +182,8 @@ def test_a_damaged_segment_is_found(cli: Cli, small: Small) -> None:
     for flags in ([], ["--json"]):
         ledger, check = (cli(name, "--db", small.url, *flags) for name in ("ledger", "check"))
         assert (ledger.code, check.code) == (5, 5)
-        assert ledger.err.rstrip().endswith("samplestore check --run small")
-        assert check.err.rstrip().endswith("samplestore ledger --run small")
+        assert ledger.err.rstrip().endswith(f"samplestore check --run small --db {quote(small.url)}")
+        assert check.err.rstrip().endswith(f"samplestore ledger --run small --db {quote(small.url)}")
         if flags:
             assert ledger.json["closed"] is False
             assert ledger.json["differences"] == [
