@@ -213,7 +213,7 @@ class Database:
         options = " ".join(f"-c {key}={value}" for key, value in settings.items())
         engine = sa.create_engine(
             self.url,
-            pool_size=2,
+            pool_size=2 if read_only else 4,  # a worker's: two of its writer, one of its heart, one more
             max_overflow=6,
             # A write is repeated when its connection turns out to be dead; asking before each would cost a round trip.
             pool_pre_ping=read_only,

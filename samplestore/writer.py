@@ -33,6 +33,9 @@ SHARES: frozenset[Verb] = LOCKS_GROUP | {
 }
 
 
+LANES = 2  # on PostgreSQL: half as many again appends a second as with one; each is a connection more of a worker
+
+
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """Writes that are made together, and the future of whoever waits for them."""
@@ -40,6 +43,7 @@ class _Asked:
     writes: list[Write]
     single: bool  # the future gives the result of the only one, not a list
     done: Any
+    after: Sequence[threading.Event] = ()  # what other lanes were asked for before
 
     @property
     def shares(self) -> bool:
@@ -51,12 +55,16 @@ class _Asked:
 
 
 class Writer:
-    """One thread that owns the writes of a worker process. Verbs are those of samplestore.verbs, which take a claim
-    as their first argument.
+    """Owns the writes of a worker process. Verbs are those of samplestore.verbs, which take a claim as their first
+    argument.
 
     The writes of a commit are sorted by the lock order (group, sample); writes of one sample keep their order.
     Unsorted, two workers' commits deadlock on PostgreSQL more often than they succeed. If one write is refused the
     transaction is taken back and each is done alone, so that only the refused one fails.
+
+    On SQLite one thread makes all of them: the file has one writer. On PostgreSQL there are LANES threads, each with
+    the groups that fall to it: while the server writes one's commit, the other's is made. A write that names no group
+    waits for all that was asked for before it, as it does with one thread.
 
     loop  the event loop that submits and waits. It is woken once for a commit, not once for each write; without it,
           futures are those of threads
@@ -64,12 +72,9 @@ class Writer:
 
     def __init__(self, run: Transactor, max_writes: int = 64, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.run, self.max_writes, self.loop = run, max_writes, loop
-        self._waiting: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._ends: deque[End] = deque()  # for the loop
         self._woken = False  # it will look at them
-        self.commits = 0
-        self._thread = threading.Thread(target=self._loop, name="samplestore-writer", daemon=True)
-        self._thread.start()
+        self._lanes = [_Lane(self, n) for n in range(1 if run.database.is_sqlite else LANES)]
 
     def submit(self, verb: Verb, claim: Any, *args: Any, **kwargs: Any) -> Any:
         """Queue `verb(tx, claim, ...)`. The future gives its result, or its error, after the commit."""
@@ -83,57 +88,28 @@ class Writer:
     @property
     def queued(self) -> int:
         """Writes that wait, about."""
-        return self._waiting.qsize()
+        return sum(lane.waiting.qsize() for lane in self._lanes)
+
+    @property
+    def commits(self) -> int:
+        """Transactions made so far."""
+        return sum(lane.commits for lane in self._lanes)
 
     def _queue(self, writes: list[Write], single: bool) -> Any:
         done: Any = self.loop.create_future() if self.loop else Future()
         if self.loop is None:
             done.set_running_or_notify_cancel()  # a write is made whether somebody waits for it or not
-        self._waiting.put(_Asked(writes, single, done))
+        first, *others = self._lanes
+        group = next((write.group_id for write in writes if write.group_id), 0)
+        if group or not others:
+            lane, after = self._lanes[group % len(self._lanes)], []
+        else:
+            lane, after = first, [other.reached() for other in others]
+        lane.waiting.put(_Asked(writes, single, done, after))
         return done
 
-    def _loop(self) -> None:
-        while True:
-            first = self._waiting.get()
-            if first is None:
-                return
-            asked, stop = [first], False
-            while len(asked) < self.max_writes and not self._waiting.empty():
-                more = self._waiting.get()
-                if more is None:
-                    stop = True
-                    break
-                asked.append(more)
-            self._commit(asked)
-            if stop:
-                return
-
-    def _commit(self, asked: list[_Asked]) -> None:
-        sharing = [a for a in asked if a.shares]
-        if len(sharing) > 1 and self._at_once(sharing):
-            asked = [a for a in asked if not a.shares]
-        for one in asked:
-            self._alone(one)
-
-    def _at_once(self, asked: list[_Asked]) -> bool:
-        try:
-            results = iter(self.run.transact(lambda tx: perform(tx, [write for a in asked for write in a.writes])))
-        except Exception:  # one of them was refused, or the database is in trouble: each is tried alone
-            return False
-        self.commits += 1
-        self._tell([(a.done, a.result([next(results) for _ in a.writes]), None) for a in asked])
-        return True
-
-    def _alone(self, asked: _Asked) -> None:
-        try:
-            results = self.run.transact(lambda tx: perform(tx, asked.writes))
-        except BaseException as error:  # handed to whoever waits for this write
-            self._tell([(asked.done, None, error)])
-        else:
-            self.commits += 1
-            self._tell([(asked.done, asked.result(results), None)])
-
-    def _tell(self, ends: list[End]) -> None:
+    def tell(self, ends: list[End]) -> None:
+        """Hand results to whoever waits. Called by the lanes."""
         if self.loop is None:
             _settle(ends)
         else:
@@ -149,9 +125,72 @@ class Writer:
             _settle([self._ends.popleft()])
 
     def close(self) -> None:
-        """Write what was queued, then end the thread."""
-        self._waiting.put(None)
-        self._thread.join()
+        """Write what was queued, then end the threads."""
+        for lane in self._lanes:
+            lane.waiting.put(None)
+        for lane in self._lanes:
+            lane.thread.join()
+
+
+class _Lane:
+    """One thread of a writer, which makes what it is asked for in that order."""
+
+    def __init__(self, writer: Writer, n: int) -> None:
+        self._writer = writer
+        self.waiting: queue.SimpleQueue[_Asked | threading.Event | None] = queue.SimpleQueue()
+        self.commits = 0
+        self.thread = threading.Thread(target=self._loop, name=f"samplestore-writer-{n}", daemon=True)
+        self.thread.start()
+
+    def reached(self) -> threading.Event:
+        """Set when everything is made that was asked for until now."""
+        mark = threading.Event()
+        self.waiting.put(mark)
+        return mark
+
+    def _loop(self) -> None:
+        while True:
+            asked: list[_Asked] = []
+            item = self.waiting.get()
+            while isinstance(item, _Asked):
+                asked.append(item)
+                if len(asked) == self._writer.max_writes or self.waiting.empty():
+                    break
+                item = self.waiting.get()
+            if asked:
+                self._commit(asked)
+            if item is None:
+                return
+            if isinstance(item, threading.Event):
+                item.set()
+
+    def _commit(self, asked: list[_Asked]) -> None:
+        for mark in [mark for a in asked for mark in a.after]:
+            mark.wait()
+        sharing = [a for a in asked if a.shares]
+        if len(sharing) > 1 and self._at_once(sharing):
+            asked = [a for a in asked if not a.shares]
+        for one in asked:
+            self._alone(one)
+
+    def _at_once(self, asked: list[_Asked]) -> bool:
+        writes = [write for a in asked for write in a.writes]
+        try:
+            results = iter(self._writer.run.transact(lambda tx: perform(tx, writes)))
+        except Exception:  # one of them was refused, or the database is in trouble: each is tried alone
+            return False
+        self.commits += 1
+        self._writer.tell([(a.done, a.result([next(results) for _ in a.writes]), None) for a in asked])
+        return True
+
+    def _alone(self, asked: _Asked) -> None:
+        try:
+            results = self._writer.run.transact(lambda tx: perform(tx, asked.writes))
+        except BaseException as error:  # handed to whoever waits for this write
+            self._writer.tell([(asked.done, None, error)])
+        else:
+            self.commits += 1
+            self._writer.tell([(asked.done, asked.result(results), None)])
 
 
 def _settle(ends: list[End]) -> None:

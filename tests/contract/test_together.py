@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import Any
 
@@ -180,3 +181,44 @@ def test_a_lock_order_for_samples(postgres_url: str) -> None:
         mixed_verbs = [append(claims[3], 0), write(requests.begin_request, claims[0], "r", None, None, False)]
         sent = statements(run, lambda tx: perform(tx, mixed_verbs))
         assert "FOR NO KEY UPDATE" in sent[0] and "ORDER BY sample.id" in sent[0], sent[0]
+
+
+def test_a_write_without_a_group_waits_for_what_was_asked_before(store: Store) -> None:
+    """Else a worker's goodbye could overtake the last tokens of its samples."""
+    run = f.make_run(store)
+    claims = run.claim(f.register(run), 4)
+    assert len({claim.group_id % 2 for claim in claims}) == 2, "some of each lane"
+    writer, go, done = Writer(run), threading.Event(), []
+
+    def held(tx: Tx, claim: Claim) -> None:
+        assert go.wait(30)
+        done.append(claim.sample_id)
+
+    before = [writer.submit(held, claim) for claim in claims]
+    after = writer.submit(lambda tx, _: done.append("goodbye"), None)
+    with pytest.raises(TimeoutError):
+        after.result(0.5)
+    go.set()
+    after.result(30)
+    assert len(done) == len(claims) + 1 and done[-1] == "goodbye"
+    for future in before:
+        future.result(30)
+    writer.close()
+
+
+def test_groups_are_written_side_by_side_on_postgresql(postgres_url: str) -> None:
+    import samplestore
+
+    with samplestore.open(postgres_url) as store:
+        run = f.make_run(store)
+        claims = run.claim(f.register(run), 4)
+        slow = claims[0]
+        other = next(claim for claim in claims if claim.group_id % 2 != slow.group_id % 2)
+        writer, go = Writer(run), threading.Event()
+        waits = writer.submit(lambda tx, claim: go.wait(30), slow)
+        assert writer.submit(samples.append, other, 0, f.ids_of(3), f.logprobs_of(3), 0).result(20) == 3
+        assert not waits.done()
+        go.set()
+        assert waits.result(30)
+        writer.close()
+        f.sound(run)
