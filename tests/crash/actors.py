@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -92,7 +93,8 @@ class Actor:
         """Opening a database that is away is an error, and whoever supervises starts the process again. One that has
         begun its work waits until the server is back."""
         lately = self.world.server_died_at > self.born - RECOVERY_S
-        return lately and self.process.exitcode in (1, 3) and "ready" not in self.world.log(self.name)[self.log_from :]
+        log = self.world.log(self.name)[self.log_from :]
+        return lately and self.process.exitcode in (1, 3) and not re.search(r"\bready\b", log)  # pg_isready is no word
 
 
 class RouterActor(Actor):
