@@ -69,7 +69,8 @@ def test_partial_aborts_the_rest_and_resumes_it_first_under_the_new_weights(any_
     bench.wait(lambda: len(factory.events(bench.run, "step_over")) == 2, "the second step is over too")
     lengths = [len(b["input_ids"]) for b in engine.requests[before : before + 4]]
     assert lengths.count(PROMPT_TOKENS + 12) == 2, "the partials are among the first: claims take them before others"
-    assert versions(bench)[2:4] == [[(0, 0, 12), (1, 1, 20)]] * 2
+    # Whether both are done when the step is over is not said: another group may have been stored before.
+    assert [(old, new[:2]) for old, new in versions(bench)[2:4]] == [((0, 0, 12), (1, 1))] * 2
     assert len(loads(engine)) == 1
     assert worker.terminate() == 0, worker.log()
     twice = sum(r["lost_tokens"] or 0 for r in bench.requests())
