@@ -60,6 +60,18 @@ def cli(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.M
     return call
 
 
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A model's folder with one small tensor."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 8}))
+    from safetensors.numpy import save_file  # few of these tests need it
+
+    save_file({"w": np.zeros((8, 8), np.float32)}, folder / "model.safetensors")
+    return folder
+
+
 @dataclass
 class Small:
     """A run "small" of 4 groups of 2 samples: one trained on, one ready, one stopped in the middle, one not begun."""

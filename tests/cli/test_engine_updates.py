@@ -3,15 +3,12 @@ told who."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from samplestore import Store
 from samplestore.errors import EngineInUse, EngineUpdating, WorkerDead
@@ -23,15 +20,6 @@ from tests.support import factory as f
 from tests.support.scripted_engine import ScriptedEngine
 
 URLS = ["http://a:1", "http://b:1"]
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 8}))
-    save_file({"w": np.zeros((8, 8), np.float32)}, folder / "model.safetensors")
-    return folder
 
 
 @pytest.fixture

@@ -8,10 +8,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import sqlalchemy as sa
-from safetensors.numpy import save_file
 
 import samplestore
 from samplestore.models import Event
@@ -38,15 +36,6 @@ def silent() -> Iterator[str]:
         listening.bind(("127.0.0.1", 0))
         listening.listen(16)
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 8}))
-    save_file({"w": np.zeros((8, 8), np.float32)}, folder / "model.safetensors")
-    return folder
 
 
 def flags(*urls: str) -> list[str]:

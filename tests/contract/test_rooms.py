@@ -15,7 +15,7 @@ from ..support import factory as f
 from ..support.processes import Process, Processes
 
 HOLDS = """
-import sys, time
+import signal, sys
 from pathlib import Path
 from samplestore import rooms
 target = Path(sys.argv[1])
@@ -24,7 +24,7 @@ with rooms.beside(target) as room:
     if target.exists():
         target.rename(room / rooms.ASIDE)
     print("at work", flush=True)
-    time.sleep(600)
+    signal.pause()  # until it is killed
 """
 
 
