@@ -214,7 +214,7 @@ class Database:
         engine = sa.create_engine(
             self.url,
             pool_size=2 if read_only else 4,  # a worker's: two of its writer, one of its heart, one more
-            max_overflow=6,
+            max_overflow=6 if read_only else 4,
             # A write is repeated when its connection turns out to be dead; asking before each would cost a round trip.
             pool_pre_ping=read_only,
             # Every use ends with a commit or a rollback of its own.

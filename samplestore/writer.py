@@ -43,7 +43,7 @@ class _Asked:
     writes: list[Write]
     single: bool  # the future gives the result of the only one, not a list
     done: Any
-    after: Sequence[threading.Event] = ()  # what other lanes were asked for before
+    after: Sequence[tuple[_Lane, threading.Event]] = ()  # what other lanes were asked for before
 
     @property
     def shares(self) -> bool:
@@ -64,7 +64,7 @@ class Writer:
 
     On SQLite one thread makes all of them: the file has one writer. On PostgreSQL there are LANES threads, each with
     the groups that fall to it: while the server writes one's commit, the other's is made. A write that names no group
-    waits for all that was asked for before it, as it does with one thread.
+    waits for all that was asked for before it, as it does with one thread; what is asked for after it may overtake it.
 
     loop  the event loop that submits and waits. It is woken once for a commit, not once for each write; without it,
           futures are those of threads
@@ -104,7 +104,7 @@ class Writer:
         if group or not others:
             lane, after = self._lanes[group % len(self._lanes)], []
         else:
-            lane, after = first, [other.reached() for other in others]
+            lane, after = first, [(other, other.reached()) for other in others]
         lane.waiting.put(_Asked(writes, single, done, after))
         return done
 
@@ -165,8 +165,9 @@ class _Lane:
                 item.set()
 
     def _commit(self, asked: list[_Asked]) -> None:
-        for mark in [mark for a in asked for mark in a.after]:
-            mark.wait()
+        for lane, mark in [before for a in asked for before in a.after]:
+            while not mark.wait(1.0) and lane.thread.is_alive():
+                pass  # a lane that died, as where the loop was closed under it, sets none
         sharing = [a for a in asked if a.shares]
         if len(sharing) > 1 and self._at_once(sharing):
             asked = [a for a in asked if not a.shares]

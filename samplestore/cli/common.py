@@ -146,9 +146,12 @@ def to_type(*words: str) -> str:
     without."""
     from samplestore.logs import mask
 
-    typed = TYPED.get()
-    named = [value for option, value in pairwise(typed) if option == "--db"]
-    named += [word.removeprefix("--db=") for word in typed if word.startswith("--db=")]
+    named: list[str] = []
+    for word, following in pairwise([*TYPED.get(), ""]):
+        if word == "--db":
+            named.append(following)
+        elif word.startswith("--db="):
+            named.append(word.removeprefix("--db="))
     return mask(join(["samplestore", *words, *(["--db", named[-1]] if named else [])]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
 from typing import Any
@@ -222,3 +223,22 @@ def test_groups_are_written_side_by_side_on_postgresql(postgres_url: str) -> Non
         assert waits.result(30)
         writer.close()
         f.sound(run)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_lane_that_died_holds_up_nobody(postgres_url: str) -> None:
+    """Its event loop was closed under it: what waits for it goes on, and so does the writer's end."""
+    import samplestore
+
+    with samplestore.open(postgres_url) as store:
+        run = f.make_run(store)
+        odd = next(claim for claim in run.claim(f.register(run), 4) if claim.group_id % 2)
+        loop = asyncio.new_event_loop()
+        writer = Writer(run, loop=loop)
+        loop.close()
+        writer.submit(samples.append, odd, 0, f.ids_of(3), f.logprobs_of(3), 0)
+        writer.submit(lambda tx, _: None, None)
+        ends = threading.Thread(target=writer.close, daemon=True)
+        ends.start()
+        ends.join(30)
+        assert not ends.is_alive()
