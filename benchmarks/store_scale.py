@@ -29,6 +29,7 @@ from samplestore.engine import parse_url, sqlite_module
 from samplestore.run import Run
 
 MIB = 2**20
+WINDOW = 1024  # groups under way at once in the large tables
 WARM_GROUPS = 16  # that each process lives through before it is measured: workers run for days
 
 
@@ -221,9 +222,8 @@ def scale(at: Places, plan: Plan, samples: int, churn: int) -> None:
                 told: dict[int, list[tuple[float, float]]] = {}
                 with samplestore.open(small) as a, samplestore.open(large) as b:
                     runs = {10_000: _history(a, 10_000), samples: _history(b, samples)}
-                    for n, run in runs.items():
-                        _turns(run, churn // 8)
-                        told[n] = []
+                    _churn(runs[samples], churn)
+                    told = {n: [] for n in runs}
                     for _ in range(20):
                         for n, run in runs.items():
                             told[n] += _turns(run, 20)
@@ -256,7 +256,7 @@ def _row(backend: str, what: str, told: dict[int, list[tuple[float, float]]]) ->
 
 def _history(store: samplestore.Store, samples: int) -> Run:
     """A run with so many consumed samples behind it, written by SQL."""
-    run = new_run(store, 64)
+    run = new_run(store, WINDOW)
     groups = samples // GROUP
     statements = (
         f"""INSERT INTO sample_group (run_id, prompt_id, number, epoch, timeline, state, n_samples, n_open, n_unscored,
@@ -278,6 +278,24 @@ def _history(store: samplestore.Store, samples: int) -> Run:
     return run
 
 
+def _churn(run: Run, lives: int) -> None:
+    """So many samples claimed, answered and finished as a worker does it, and dropped when ready. The small table has
+    none of this: what churn leaves behind shows in the large one only."""
+    owner, answers = run.register(), {0: pieces(8, 1)}
+    while lives > 0:
+        spent = store_api.life(run, owner, answers, 64)
+        lives -= spent.operations
+        _renew(run)
+    run.goodbye(owner)
+
+
+def _renew(run: Run) -> None:
+    """Drops what is ready and admits as much anew."""
+    query = sa.text("SELECT id FROM sample_group WHERE run_id = :run AND state = 'ready'")
+    run.drop(run.database.read(lambda c: c.execute(query, {"run": run.id}).scalars().all()), "churn")
+    run.admit()
+
+
 def _turns(run: Run, n: int) -> list[tuple[float, float]]:
     """n times: claim 8, answer them; drop what is ready and admit more. Seconds of (claim, finish)."""
     owner, told = run.register(), []
@@ -287,11 +305,7 @@ def _turns(run: Run, n: int) -> list[tuple[float, float]]:
         taken = run.claim(owner, 8)
         claimed = time.perf_counter() - began
         if not taken:
-            ready = run.database.read(
-                lambda c: c.execute(sa.text("SELECT id FROM sample_group WHERE state = 'ready'")).scalars().all()
-            )
-            run.drop(ready, "churn")
-            run.admit()
+            _renew(run)
             continue
         for claim in taken:
             run.append(claim, ids, probs, 0, "stop")
