@@ -20,6 +20,7 @@ from samplestore.states import (
     IN_WINDOW,
     PROMPT_REFUSED,
     FailedPolicy,
+    Fate,
     GroupState,
     SampleStatus,
     StageStatus,
@@ -75,8 +76,8 @@ def _complete(tx: Tx, group_id: int, row: Any, on_failed: str) -> None:
         tx.execute(sa.update(group).where(group.c.id == group_id).values(state=GroupState.SCORING.value, n_unscored=1))
         return None
     restale(tx, [group_id], once_rewound=True)
-    with tx.moving(groups=[group_id]):
-        tx.execute(st.READY, {"b_group": group_id, **_summary(tx, group_id)})
+    tx.move([group_id], Fate.AWAITING_STAGE, Fate.READY)
+    tx.execute(st.READY, {"b_group": group_id, **_summary(tx, group_id)})
     return None
 
 

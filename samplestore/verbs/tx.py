@@ -21,14 +21,14 @@ from samplestore.arrayfiles import ArrayFiles
 from samplestore.clock import db_now
 from samplestore.driver import Answer
 from samplestore.engine import Database
-from samplestore.errors import NotInRun, WorkerDead
+from samplestore.errors import NotInRun, UnknownWorker, WorkerDead
 from samplestore.models import Event, Run, SampleGroup, Worker
 from samplestore.statements import ledger, totals
 from samplestore.statements.lists import among
 from samplestore.statements.prepared import Prepared
 from samplestore.statements.totals import Amounts
 from samplestore.states import Fate, WorkerState
-from samplestore.types import Claim, RunSettings, StageClaim
+from samplestore.types import Claim, RunSettings, StageClaim, expect, id_of_worker
 
 run, group, worker, event = (t.__table__ for t in (Run, SampleGroup, Worker, Event))
 
@@ -101,20 +101,27 @@ class Tx:
         """Ledger entries from here on go to this worker's rows: no two processes fight for one."""
         self.worker_id = worker_id
 
-    def as_owner_of(self, claim: Claim | StageClaim) -> None:
-        """Write for the owner of a claim. Raises NotInRun for a claim of another run: its settings and ledger are not
-        this one's."""
+    def as_owner_of(self, claim: Any, kind: type[Claim] | type[StageClaim] = Claim) -> None:
+        """Write for the owner of a claim. Raises InvalidSetting for what is none, NotInRun for a claim of another run:
+        its settings and ledger are not this one's."""
+        expect(claim, kind)
         if claim.run_id != self.run_id:
             raise NotInRun("claim", [claim.sample_id])
         self.as_worker(claim.owner)
 
     def require_live(self, worker_id: int) -> None:
         """Lock the worker's row against a reap and check it. Without, a claim that commits during a reap would be
-        owned by a worker that no longer exists. Raises WorkerDead."""
+        owned by a worker that no longer exists. Raises WorkerDead, UnknownWorker."""
         self.as_worker(worker_id)
-        state = self.execute(WORKER_STATE, {"of_worker": worker_id, "b_run": self.run_id}).scalar()
-        if state != WorkerState.LIVE:
+        if self.state_of(worker_id) != WorkerState.LIVE:
             raise WorkerDead(worker_id)
+
+    def state_of(self, worker_id: int) -> str:
+        """Of a worker, whose row is locked against a reap. Raises UnknownWorker where the run has no such worker."""
+        state = self.execute(WORKER_STATE, {"of_worker": id_of_worker(worker_id), "b_run": self.run_id}).scalar()
+        if state is None:
+            raise UnknownWorker(worker_id)
+        return str(state)
 
     def lock_run(self) -> sa.Row[Any]:
         """The run's row, locked. FOR NO KEY UPDATE: inserts that refer to the run must not wait for us."""
@@ -164,6 +171,14 @@ class Tx:
         for key, amount in before.items():
             self._deltas[(self.worker_id, key)] -= amount
 
+    def move(self, groups: Sequence[int], old: Fate, new: Fate) -> None:
+        """The tokens of these groups that have one fate get another: half of the reading of `moving`, for a change that
+        moves nothing else. Call it before the change."""
+        for (fate, _, version), amount in self._tokens([], groups).items():
+            if fate == old:
+                self.add(old, version, -amount)
+                self.add(new, version, amount)
+
     def _tokens(self, samples: Sequence[int], groups: Sequence[int]) -> Counter[Key]:
         counted: Counter[Key] = Counter()
         for statement, ids in ((ledger.OF_SAMPLES, samples), (ledger.OF_GROUPS, groups)):
@@ -203,16 +218,23 @@ class Tx:
         before = self._happened.get(key, (0, 0))
         self._happened[key] = (before[0] + n, before[1] + tokens)
 
-    def recount(self, *, requests: sa.ColumnElement[bool] | None = None, events: Any = None, times: int = 1) -> None:
-        """Add rows that came in another way than by their verbs; times=-1: take off those that are about to go."""
+    def recount(
+        self, *, requests: sa.ColumnElement[bool] | None = None, events: Any = None, times: int = 1, anew: bool = False
+    ) -> None:
+        """Add rows that came in another way than by their verbs; times=-1: take off those that are about to go; anew:
+        nothing is kept yet of what these rows tell."""
         if requests is not None:
             counted = self.rows(totals.counted_requests(requests))
             last = max((row.at for row in counted if row.at is not None), default=0.0) if times > 0 else 0.0
-            for reason, amounts in totals.by_reason(counted).items():
-                self.requests(reason, Amounts().plus(amounts, times), last)
+            told = totals.by_reason(counted)
+            names = totals.names({("", reason): amounts.lost for reason, amounts in told.items()}, anew)
+            for reason, amounts in told.items():
+                self.requests(names["", reason], Amounts().plus(amounts, times), last)
         if events is not None:
-            for row in self.rows(totals.counted_events(events)):
-                self.happened(row.kind, row.reason, times * int(row.n), times * int(row.tokens))
+            rows = self.rows(totals.counted_events(events))
+            names = totals.names({(row.kind, row.reason): int(row.n) for row in rows}, anew)
+            for row in rows:
+                self.happened(row.kind, names[row.kind, row.reason], times * int(row.n), times * int(row.tokens))
 
     # -- events
 
