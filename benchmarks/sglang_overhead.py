@@ -4,13 +4,21 @@
     python benchmarks/sglang_overhead.py --engine URL URL --in-flight 256 --tokens 2048 --vocabulary 150000
                                                             engines that run already, such as those of a GPU machine
 
+    python benchmarks/sglang_overhead.py --pin --repeat 12   # on two cores: the engine has one, the clients the other
+
 Two tables: tokens/s of a bare aiohttp loop and of the worker, taking turns on one engine; and the share of prompt
 tokens that came from the prefix cache, over two engines, by how requests are spread. Run from the repository's root.
+
+"lost" is the mean of pairs of neighbouring turns, with its 95 % interval. A shared machine scatters by ten per cent
+from turn to turn, so the engine's own CPU is told too: what it spent for a token with the worker as its client, over
+that with the bare loop. Where the engine is busy all the time, that is what decides tokens/s.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import statistics
 import sys
 import tempfile
@@ -33,15 +41,39 @@ from tests.support.sglang import start_sglang  # noqa: E402
 ALLOWED = 0.02  # tokens/s that the worker may lose where the engine is the bottleneck
 
 
-@contextmanager
-def engines(given: Sequence[str], processes: Processes, folder: Path, n: int = 2) -> Iterator[list[str]]:
+Engine = tuple[str, int]  # its URL, and its process (0: not ours)
+CLIENTS = ("bare", "worker")
+
+
+def engines(given: Sequence[str], processes: Processes, folder: Path, n: int) -> list[Engine]:
     """Engines that run already, or `n` of our own with a tiny model."""
     if given:
-        yield list(given)
-        return
+        return [(url, 0) for url in given]
     model = build_model(folder / "model", 0, "qwen2", context=2048)
     # the label that a new run knows: others get no requests
-    yield [start_sglang(processes, model, "--weight-version", "default").url for _ in range(n)]
+    started = [start_sglang(processes, model, "--weight-version", "default") for _ in range(n)]
+    return [(engine.url, engine.process.pid) for engine in started]
+
+
+@contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+    """What is started here stays on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU of a process and all that it started and that lives, seconds; NaN where it is not ours."""
+    if not pid:
+        return math.nan
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")).split()
+    own = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(cpu_s(int(child)) for child in children)
 
 
 def flush(urls: Sequence[str]) -> None:
@@ -50,17 +82,46 @@ def flush(urls: Sequence[str]) -> None:
         urllib.request.urlopen(urllib.request.Request(f"{url}/flush_cache", method="POST"), timeout=30).close()  # noqa: S310
 
 
-def throughput(url: str, given: argparse.Namespace) -> Iterator[list[str]]:
+def throughput(engine: Engine, given: argparse.Namespace) -> Iterator[list[str]]:
     """tokens/s of both clients; they take turns, and the order of a pair changes."""
+    url, pid = engine
     for mode in ("stream", "unary"):
-        rates: dict[str, list[float]] = {"bare": [], "worker": []}
-        for turn in range(given.repeat):
-            for client in ("bare", "worker") if turn % 2 == 0 else ("worker", "bare"):
+        rates: dict[str, list[float]] = {name: [] for name in CLIENTS}
+        costs: dict[str, list[float]] = {name: [] for name in CLIENTS}
+        busy = []
+        for turn in range(-1, given.repeat):  # the first is not counted: it compiles and allocates
+            for client in CLIENTS if turn % 2 == 0 else CLIENTS[::-1]:
                 flush([url])
+                before = cpu_s(pid)
                 told = run_client(work_of(client, url, given, mode=mode, groups=given.groups))
-                rates[client].append(told["tokens"] / told["wall_s"])
-        bare, worker = (statistics.median(rates[name]) for name in ("bare", "worker"))
-        yield [mode, f"{given.in_flight}", f"{bare:,.0f}", f"{worker:,.0f}", f"{100 * (1 - worker / bare):+.1f} %"]
+                spent = cpu_s(pid) - before
+                if turn >= 0:
+                    rates[client].append(told["tokens"] / told["wall_s"])
+                    costs[client].append(1e6 * spent / told["tokens"])
+                    busy.append(spent / told["wall_s"])
+        bare, worker = (statistics.median(rates[name]) for name in CLIENTS)
+        yield [
+            mode, f"{given.in_flight}", f"{bare:,.0f}", f"{worker:,.0f}",
+            percent([1 - own / plain for plain, own in zip(rates["bare"], rates["worker"], strict=True)]),
+            f"{statistics.median(costs['bare']):.0f}",
+            percent([own / plain - 1 for plain, own in zip(costs["bare"], costs["worker"], strict=True)]),
+            f"{100 * statistics.median(busy):.0f} %",
+        ]  # fmt: skip
+
+
+def percent(shares: Sequence[float]) -> str:
+    """Mean and its 95 % interval."""
+    mean = 100 * statistics.mean(shares)
+    if len(shares) < 3:
+        return f"{mean:+.1f} %"
+    around = 196 * statistics.stdev(shares) / math.sqrt(len(shares))
+    return f"{mean:+.1f} % ({mean - around:+.1f} to {mean + around:+.1f})"
+
+
+HEAD = (
+    "mode | in flight | bare tokens/s | worker tokens/s | lost | engine CPU us/token, bare | more with the worker | "
+    "engine busy, of a core"
+)
 
 
 def stickiness(urls: Sequence[str], processes: Processes, given: argparse.Namespace) -> Iterator[list[str]]:
@@ -98,17 +159,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of a sample")
     parser.add_argument("--vocabulary", type=int, default=VOCAB)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--pin", action="store_true", help="engines on the first core, clients on the others")
+    parser.add_argument("--no-cache", action="store_true", help="leave out the second table: one engine is started")
     given = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    if given.pin and (given.engine or len(cores) < 2):
+        parser.error("--pin is for engines of our own, on two cores or more")
     with tempfile.TemporaryDirectory() as folder:
         processes = Processes(Path(folder))
         try:
-            with engines(given.engine, processes, Path(folder)) as urls:
-                table("mode | in flight | bare tokens/s | worker tokens/s | lost", throughput(urls[0], given))
+            with on_cores({cores[0]} if given.pin else set(cores)):
+                served = engines(given.engine, processes, Path(folder), 1 if given.no_cache else 2)
+            with on_cores(set(cores[1:]) if given.pin else set(cores)):
+                table(HEAD, throughput(served[0], given))
+            if not given.no_cache:
                 print()
-                table(
-                    "requests are spread by | prompt tokens | from the cache | share",
-                    stickiness(urls, processes, given),
-                )
+                urls = [url for url, _ in served]
+                head = "requests are spread by | prompt tokens | from the cache | share"
+                table(head, stickiness(urls, processes, given))
         finally:
             processes.close()
 

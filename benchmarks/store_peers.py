@@ -87,6 +87,7 @@ def _record(lease: Any, seq: int, piece: Piece) -> Any:
 
 def transferqueue(answers: list[list[Piece]], k: int) -> dict[str, float]:
     """Whole samples are put, k in a call: it has no partial ones."""
+    import ray
     import torch
     import transfer_queue as tq
     from tensordict import TensorDict
@@ -95,6 +96,7 @@ def transferqueue(answers: list[list[Piece]], k: int) -> dict[str, float]:
         return torch.nested.as_nested_tensor([torch.from_numpy(v) for v in values], layout=torch.jagged)
 
     whole = [(np.concatenate([p[0] for p in a]), np.concatenate([p[1] for p in a])) for a in answers]
+    ray.init(num_cpus=64)  # its actors ask for more than a small machine has, and would wait for ever
     tq.init()
     keys = [f"{i}" for i in range(len(whole))]
     began = time.perf_counter()

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -228,12 +229,14 @@ def scale(at: Places, plan: Plan, samples: int, churn: int) -> None:
                         for n, run in runs.items():
                             told[n] += _turns(run, 20)
                     yield _row(backend, "", told)
-                    if backend == "postgres":
+                    if backend == "postgres":  # in both: what was claimed meanwhile stays in the way of each claim
                         told = {n: [] for n in runs}
-                        with runs[samples].database.reading() as reader:
-                            reader.execute(sa.text("SELECT count(*) FROM run"))
+                        with ExitStack() as stack:
+                            readers = [stack.enter_context(run.database.reading()) for run in runs.values()]
                             end = time.monotonic() + 60
                             while time.monotonic() < end:
+                                for reader in readers:  # the server ends a transaction that is idle for long
+                                    reader.execute(sa.text("SELECT count(*) FROM run"))
                                 for n, run in runs.items():
                                     told[n] += _turns(run, 20)
                         yield _row(backend, "a reader open for 60 s", told)

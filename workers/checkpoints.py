@@ -32,21 +32,27 @@ class Tensor(NamedTuple):
 def require_loadable(path: str, served: str | None) -> None:
     """Look at a checkpoint before an engine is told of it, as far as it can be seen from this machine: whether it is
     complete, and whether its tensors are those of the folder that the engine serves now. Raises SampleStoreError."""
-    if not os.path.isdir(path):  # Path.is_dir raises where a folder above may not be read
-        return
-    new = tensors(Path(path))
-    if served is None or os.path.realpath(served) == os.path.realpath(path) or not os.path.isdir(served):
-        return
-    try:
-        old = tensors(Path(served))
-    except SampleStoreError:
-        return  # pruned meanwhile, or of another format
-    missing = require_fits(path, new, served, old)
+    missing = held_against(path, served)
     if missing:
         log.warning(
             "%s lacks %s of %s (%s): engines keep the values that they have",
             path, amount(len(missing), "tensor"), served, missing[0],
         )  # fmt: skip
+
+
+def held_against(path: str, served: str | None) -> list[str] | None:
+    """The names that a checkpoint lacks of the folder that an engine serves now. None: that it fits can't be seen from
+    this machine. Raises SampleStoreError where it can be seen not to fit, or not to be complete."""
+    if not os.path.isdir(path):  # Path.is_dir raises where a folder above may not be read
+        return None
+    new = tensors(Path(path))
+    if served is None or os.path.realpath(served) == os.path.realpath(path) or not os.path.isdir(served):
+        return None
+    try:
+        old = tensors(Path(served))
+    except SampleStoreError:
+        return None  # pruned meanwhile, or of another format
+    return require_fits(path, new, served, old)
 
 
 def require_fits(path: str, new: dict[str, Tensor], served: str, old: dict[str, Tensor]) -> list[str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from samplestore.errors import SampleStoreError
 from samplestore.states import WeightUpdateMode
 from samplestore.types import EngineFacts
 from samplestore.verbs.weights import MAX_COUNTER
-from samplestore.workers.checkpoints import require_loadable
+from samplestore.workers.checkpoints import held_against, require_loadable
 from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.model_folder import ModelFolder, count, read
 from samplestore.workers.replies import EngineError
@@ -201,6 +202,11 @@ async def proceed(client: EngineClient, url: str, timeout_s: float = 30.0) -> No
     await client.post(f"{url}/continue_generation", {}, timeout_s)
 
 
+def died_of(path: str) -> str:
+    """What the error of an engine says that went away while it loaded a checkpoint."""
+    return f"broke off while it loaded {path}"
+
+
 async def update_from_disk(
     client: EngineClient, url: str, path: str, label: str, *, abort_all: bool = False, flush_cache: bool = True,
     timeout_s: float = UPDATE_S,
@@ -225,13 +231,23 @@ async def update_from_disk(
             raise
         raise EngineError(
             "unreachable",
-            f"{url} broke off while it loaded {path} ({error.message}). A checkpoint that does not fit ends the "
-            "server: see the end of its own log",
+            f"{url} {died_of(path)} ({error.message}). A checkpoint that does not fit ends the server: see the end of "
+            "its own log",
             error.status,
         ) from error
     if not isinstance(answer, dict) or answer.get("success") is not True:
         said = answer.get("message", answer) if isinstance(answer, dict) else answer
         raise EngineError("refused", f"{url} did not load {path}: {str(said)[:1000]}")
+
+
+async def may_not_fit(client: EngineClient, url: str, path: str, timeout_s: float = 10.0) -> bool:
+    """Whether it can't be seen from this machine that a checkpoint fits what an engine serves. One that says nothing,
+    or that is known not to fit, is no such case: its own update will say so, before it is told."""
+    try:
+        served = (await info(client, url, timeout_s)).model_path
+        return await asyncio.to_thread(held_against, path, served) is None
+    except SampleStoreError:
+        return False
 
 
 async def change_weights(
@@ -255,16 +271,44 @@ async def change_weights(
     flush = mode == WeightUpdateMode.ABORT
     if mode == WeightUpdateMode.DRAIN:
         flush = not separates_caches((await server(client, url)).release)
-    try:
-        if mode in pauses:
-            await pause(client, url, pauses[mode])
+    async with _pausing(client, url, pauses.get(mode)):
         await update_from_disk(client, url, path, label, flush_cache=flush, timeout_s=timeout_s)
-    finally:
-        if mode in pauses:
-            await proceed(client, url)
     served = (await info(client, url)).label
     if served != label:
         raise EngineError("broken", f"{url} was told to serve {label}, says {served!r}")
+
+
+@asynccontextmanager
+async def _pausing(client: EngineClient, url: str, mode: str | None) -> AsyncIterator[None]:
+    """Paused in this way while the block runs, and told to go on whatever comes of it. What failed first is what is
+    raised: an engine that died of its weights can't be told to go on either."""
+    if mode is None:
+        yield
+        return
+    try:
+        await pause(client, url, mode)
+        yield
+    except BaseException as failure:
+        still = await _not_woken(client, url)
+        if still is None or not isinstance(failure, EngineError):
+            raise
+        raise EngineError(failure.kind, f"{failure.message}. {still}", failure.status) from failure
+    if (still := await _not_woken(client, url)) is not None:
+        raise EngineError("unreachable", still)
+
+
+async def _not_woken(client: EngineClient, url: str) -> str | None:
+    """End a pause. Returns what to say where the engine is there and may still be paused."""
+    try:
+        await proceed(client, url)
+    except EngineError as error:
+        if error.unconnected:
+            return None
+        return (
+            f"{url} was not heard to go on ({error.message}), and may be paused. Wake it with: samplestore engines "
+            f"continue --engine {url}"
+        )
+    return None
 
 
 def separates_caches(release: str | None) -> bool:

@@ -16,16 +16,19 @@ LOOK_S = 5.0
 HEALTH_S = 2.0  # a health check that generates does not answer while the engine is paused
 
 Call = Callable[[EngineClient, str], Awaitable[str]]
+Unsure = Callable[[EngineClient, str], Awaitable[bool]]  # whether nobody can know beforehand that an engine bears it
 
 
 @dataclass(frozen=True)
 class Told:
-    """What came of one engine: what it said, or the error. serves: the label that it has after it failed."""
+    """What came of one engine: what it said, or the error. serves: the label that it has after it failed. held_back: it
+    was not told, since another one did not bear it."""
 
     url: str
     said: str
     failed: bool = False
     serves: str | None = None
+    held_back: bool = False
 
 
 def named(engine: list[str] | None, router: str | None) -> list[str]:
@@ -64,6 +67,27 @@ async def at_once(urls: Sequence[str], call: Call, timeout_s: float) -> list[Tol
 
     async with EngineClient(timeout_s) as client:
         return list(await asyncio.gather(*(one(client, url) for url in urls)))
+
+
+async def one_first(urls: Sequence[str], call: Call, timeout_s: float, unsure: Unsure | None) -> list[Told]:
+    """At all at the same time where each is sure to bear it. Else at one of those that are not, and at the others when
+    it has: what kills an engine must not kill all. That one comes first in what is returned."""
+    async with EngineClient(LOOK_S) as client:
+        doubts = [] if unsure is None else await asyncio.gather(*(unsure(client, url) for url in urls))
+        first = next((url for url, doubt in zip(urls, doubts, strict=False) if doubt), None)
+        if first is None:
+            return await at_once(urls, call, timeout_s)
+        others = [url for url in urls if url != first]
+        [tried] = await at_once([first], call, timeout_s)
+        if not tried.failed:
+            return [tried, *await at_once(others, call, timeout_s)]
+        labels = await asyncio.gather(*(control.served_label(client, url, LOOK_S) for url in others))
+    said = f"not told, since {first} did not take it"
+    held = [
+        Told(url, f"{said}; serves {label}" if label else said, failed=True, serves=label, held_back=True)
+        for url, label in zip(others, labels, strict=True)
+    ]
+    return [tried, *held]
 
 
 async def looks_alive(client: EngineClient, url: str) -> bool:

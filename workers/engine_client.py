@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -10,10 +11,12 @@ from typing import Any
 
 import aiohttp
 
-from samplestore.workers.replies import EngineError, EventSplitter, error_of, parse_json
+from samplestore.workers.replies import MAX_EVENT_BYTES, EngineError, EventSplitter, error_of, parse_json
 
 CONNECT_S = 10.0
-MAX_BODY_BYTES = 256 * 1024 * 1024
+MAX_BODY_BYTES = 256 * 1024 * 1024  # of an answer to a generate call: routed experts
+MAX_PAGE_BYTES = 16 * 1024 * 1024  # of all others
+MAX_IDLE_BYTES = 2 * MAX_EVENT_BYTES  # of a stream, between two tokens
 READ_BUFFER_BYTES = 2**16  # each stream that waits for the store may hold twice that; 2**20 took 350 MB for 512 streams
 
 Reading = Callable[[aiohttp.ClientResponse], Awaitable[Any]]
@@ -75,7 +78,7 @@ class EngineClient:
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._session.request(method, url, json=body, allow_redirects=False) as response:
-                    answer = await (read or _body)(response)
+                    answer = await (read or _page)(response)
                     _require_no_redirect(response)
                     if response.status >= 400:
                         raise error_of(answer, response.status)
@@ -99,12 +102,14 @@ class Reply:
         self._splitter = EventSplitter()
         self._ended, self._chunks = False, 0
         self._started = self._look_at = time.monotonic()
+        self._idle = 0  # bytes
         self._waited, self._patience = 0.0, session.timeout.sock_read or float("inf")
 
     def got_on(self) -> None:
         """What was read brought the answer on. A stream that is waited for without that, for as long as it may be
-        silent, is taken for dead as a silent one is: keep-alives of a proxy would hold its sample for ever."""
-        self._waited = 0.0
+        silent, is taken for dead as a silent one is: keep-alives of a proxy would hold its sample for ever. So is one
+        that sends so much that nothing is ever waited for."""
+        self._waited, self._idle = 0.0, 0
 
     async def read(self) -> list[Any]:
         """The next chunks, parsed, at least one; none when the reply is over. A stream that ends before its [DONE] just
@@ -137,28 +142,38 @@ class Reply:
             await self._response.wait_for_close()
 
     async def _open(self) -> list[Any]:
-        """Send the request. A unary answer is one chunk."""
-        response = self._response = await self._session.post(
-            f"{self._base}/generate", json=self._body, headers=self._headers, allow_redirects=False
-        )
+        """Send the request. A unary answer is one chunk. The silence before it may be long; once it has begun it comes
+        whole, and each byte of one that drips would begin the socket's timeout anew."""
+        async with asyncio.timeout(_in_all(self._patience)):
+            response = self._response = await self._session.post(
+                f"{self._base}/generate", json=self._body, headers=self._headers, allow_redirects=False
+            )
         told = response.headers.get(ROUTED_TO, "")
         self.engine = told.rstrip("/") if _URL.fullmatch(told) else None
         _require_no_redirect(response)
-        if response.status != 200:
-            raise error_of(await _body(response), response.status)
-        if self._body.get("stream"):
-            return []
-        self._ended = True
-        return [await _body(response)]
+        async with asyncio.timeout(_in_all(self._patience)):
+            if response.status != 200:
+                raise error_of(await _page(response), response.status)
+            if response.content_type == "text/html":
+                raise EngineError("unreachable", f"{response.url} answers with a web page, as proxies do")
+            if self._body.get("stream"):
+                return []
+            self._ended = True
+            return [await _body(response)]
 
     def _events(self, data: bytes) -> list[Any]:
         """The chunks that are complete with these bytes; no bytes are the end."""
+        self._idle += len(data)
+        if self._idle > MAX_IDLE_BYTES:
+            raise EngineError("unreachable", f"{self._base} sends, but no token in {self._idle:,} bytes")
         now = time.monotonic()
         age = now - self._started
         pause = min(MAX_PAUSE_S, PAUSE_SHARE * age)
         gathers = pause >= MIN_PAUSE_S and pause * self._chunks >= MIN_PAUSE_CHUNKS * age
         self._look_at = now + pause if gathers else 0.0
         self._ended = not data
+        if self._ended and not self._chunks:
+            raise EngineError("unreachable", f"{self._base} ended its answer without an event in it")
         chunks = []
         for event in self._splitter.feed(data):
             if event == b"[DONE]":
@@ -182,6 +197,11 @@ class Reply:
             transport.resume_reading()
 
 
+def _in_all(patience_s: float) -> float | None:
+    """What bounds a wait in which bytes may come one by one: the socket's own timeout, and time to connect."""
+    return None if math.isinf(patience_s) else patience_s + CONNECT_S
+
+
 def _require_no_redirect(response: aiohttp.ClientResponse) -> None:
     """An engine is where its URL says: what another one answers would be recorded, and aborted, at the wrong one."""
     if 300 <= response.status < 400:
@@ -195,27 +215,32 @@ def _unreachable(url: str, error: Exception) -> EngineError:
     return told
 
 
-async def _bytes(response: aiohttp.ClientResponse) -> bytes:
+async def _bytes(response: aiohttp.ClientResponse, most: int) -> bytes:
     parts, size = [], 0  # joined once: hundreds of answers that come together are most of this process's memory
     async for part in response.content.iter_any():
         parts.append(part)
         size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise EngineError("broken", f"{response.url}: an answer of more than {MAX_BODY_BYTES} bytes")
+        if size > most:
+            raise EngineError("broken", f"{response.url}: an answer of more than {most:,} bytes")
     return b"".join(parts)
 
 
 async def _text(response: aiohttp.ClientResponse) -> str:
-    return (await _bytes(response)).decode("utf-8", "replace")
+    return (await _bytes(response, MAX_PAGE_BYTES)).decode("utf-8", "replace")
 
 
 async def _body(response: aiohttp.ClientResponse) -> Any:
-    data = await _bytes(response)
-    if not data.strip():
-        return None
+    """Of a generate call's answer. Raises EngineError where it is no JSON."""
+    data = await _bytes(response, MAX_BODY_BYTES)
+    return parse_json(data) if data.strip() else None
+
+
+async def _page(response: aiohttp.ClientResponse) -> Any:
+    """Any other body, as JSON where it is that."""
+    if response.status == 200 and response.url.path.endswith("/generate"):
+        return await _body(response)
+    data = await _bytes(response, MAX_PAGE_BYTES)
     try:
-        return parse_json(data)
+        return parse_json(data) if data.strip() else None
     except EngineError:
-        if response.status == 200 and response.url.path.endswith("/generate"):
-            raise
         return data[:2000].decode("utf-8", "replace")

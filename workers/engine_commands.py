@@ -4,6 +4,7 @@ forget."""
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -139,17 +140,25 @@ def update(
     as_json: AsJson = False,
 ) -> None:
     """Load weights from disk. For engines without a worker: a run's workers do this by themselves when weights are
-    published, and bring engines back to the run's current version. Refused while somebody else updates one of them."""
+    published, and bring engines back to the run's current version. Refused while somebody else updates one of them.
+    Where this machine can't see whether the checkpoint fits, one engine is told first, and the others when it serves
+    it."""
     if not 0 < len(label) <= 200:
         raise exits.CommandError("a label has 1 to 200 characters. See: samplestore engines update --help", exits.USAGE)
-    require_complete(path)
+    if path.is_absolute() and not os.path.isdir(path):
+        note(f"warning: {path} can't be seen from this machine: one engine is told first, to find out what it is")
+    else:
+        require_complete(path)
 
     async def call(client: EngineClient, url: str) -> str:
         await control.change_weights(client, url, str(path.absolute()), label, mode, timeout)
         return f"serves {label}"
 
+    async def unsure(client: EngineClient, url: str) -> bool:
+        return await control.may_not_fit(client, url, str(path.absolute()))
+
     details = {"path": str(path.absolute()), "label": label, "mode": mode.value}
-    finish(tell("update", call, db, run, engine, router, 2 * timeout, as_json, details))
+    finish(tell("update", call, db, run, engine, router, 2 * timeout, as_json, details, unsure))
 
 
 @app.command()

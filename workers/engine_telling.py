@@ -13,8 +13,8 @@ import typer
 from samplestore.cli import exits
 from samplestore.cli.common import existing, opened
 from samplestore.cli.output import emit_json, note, table
-from samplestore.words import amount
-from samplestore.workers.engine_calls import Call, Told, at_once, named
+from samplestore.words import amount, which
+from samplestore.workers.engine_calls import Call, Told, Unsure, named, one_first
 
 if TYPE_CHECKING:
     from samplestore.run import Run
@@ -25,16 +25,16 @@ UPDATE = "update"
 
 def tell(
     what: str, call: Call, db: str | None, run: str | None, engine: list[str] | None, router: str | None,
-    timeout_s: float, as_json: bool, details: dict[str, Any] | None = None,
+    timeout_s: float, as_json: bool, details: dict[str, Any] | None = None, unsure: Unsure | None = None,
 ) -> list[Told]:  # fmt: skip
-    """Do it at all engines at once, show what each said, and record it where a run is known: one was named, or its
-    engines were taken from the database."""
+    """Do it at all engines at once, or at one first where some are `unsure`; show what each said, and record it where a
+    run is known: one was named, or its engines were taken from the database."""
     urls = named(engine, router) if engine or router else None
     if urls is not None and run is None:
-        told = asyncio.run(at_once(urls, call, timeout_s))
+        told = asyncio.run(one_first(urls, call, timeout_s, unsure))
     else:
         with opened(db) as store:
-            told = tell_run(what, call, _run_of(store, run), urls, timeout_s, details or {})
+            told = tell_run(what, call, _run_of(store, run), urls, timeout_s, details or {}, unsure)
     if as_json:
         emit_json({"engines": [{"url": t.url, "ok": not t.failed, "said": t.said} for t in told]})
     else:
@@ -54,8 +54,9 @@ def _run_of(store: Store, run: str | None) -> Run:
 
 
 def tell_run(
-    what: str, call: Call, owner: Run, urls: list[str] | None, timeout_s: float, details: dict[str, Any]
-) -> list[Told]:
+    what: str, call: Call, owner: Run, urls: list[str] | None, timeout_s: float, details: dict[str, Any],
+    unsure: Unsure | None = None,
+) -> list[Told]:  # fmt: skip
     from samplestore.queries.inspect import engines
     from samplestore.verbs.tx import Tx
 
@@ -65,20 +66,20 @@ def tell_run(
         raise exits.CommandError(f"run {owner.name} has no engines. Name some with: --engine URL or --router URL")
     if what == UPDATE:
         with _driving(owner, urls) as held:
-            told = asyncio.run(at_once(urls, call, timeout_s))
+            told = asyncio.run(one_first(urls, call, timeout_s, unsure))
             _record_updates(owner, held, told, details["label"])
     else:
-        told = asyncio.run(at_once(urls, call, timeout_s))
+        told = asyncio.run(one_first(urls, call, timeout_s, unsure))
 
     def record(tx: Tx) -> None:
-        for one in told:
+        for one in (one for one in told if not one.held_back):
             tx.event(
                 f"engine_{what.replace('-', '_')}", one.said if one.failed else None,
                 details={**details, "url": one.url, "ok": not one.failed},
             )  # fmt: skip
 
     owner.transact(record)
-    if what == UPDATE:
+    if what == UPDATE and not all(one.failed for one in told):
         _warn_of_workers(owner, details)
     return told
 
@@ -103,7 +104,8 @@ def _driving(owner: Run, urls: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _record_updates(owner: Run, held: list[dict[str, Any]], told: list[Told], label: str) -> None:
-    """What the engines serve now. One that failed is out, as after a worker's update, until a worker finds it well."""
+    """What the engines serve now. One that failed is out, as after a worker's update, until a worker finds it well. One
+    that was not told is as it was, and free again when this process has left."""
     from samplestore.verbs.tx import Tx
     from samplestore.verbs.weights import engine_updated
 
@@ -112,6 +114,8 @@ def _record_updates(owner: Run, held: list[dict[str, Any]], told: list[Told], la
     def record(tx: Tx) -> None:
         for one in held:
             answer = said[one["url"]]
+            if answer.held_back:
+                continue
             engine_updated(tx, one, answer.serves if answer.failed else label, answer.said if answer.failed else None)
 
     owner.transact(record)
@@ -142,6 +146,13 @@ def confirm(yes: bool, command: str, question: str) -> None:
 def finish(told: list[Told]) -> None:
     """Exit 4 where one has failed."""
     failed = [one for one in told if one.failed]
+    if held := [one for one in failed if one.held_back]:
+        note(
+            f"error: {failed[0].url} did not take it: {failed[0].said}. {amount(len(held), 'other')} "
+            f"{which(len(held), 'was not told, and serves what it did', 'were not told, and serve what they did')}. "
+            "Look with: samplestore engines list --live"
+        )
+        raise typer.Exit(exits.ENGINE)
     if failed:
         note(
             f"error: {len(failed)} of {amount(len(told), 'engine')} did not do it; {failed[0].url}: {failed[0].said}. "

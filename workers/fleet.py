@@ -53,7 +53,7 @@ class Fleet:
         self.members = Members(needs)  # what they are
         self.looked = False  # whether the engines have been asked once
         self.unfit: set[str] = set()  # the database says that they failed
-        self.updates = Updates(client, write, worker_id, self.mode, self.router, update_timeout_s)
+        self.updates = Updates(client, write, read, run_id, worker_id, self.mode, self.router, update_timeout_s)
         self.max_queued = max_queued
         self.queued: dict[str, int] = {}  # url -> requests that waited there when last asked; with max_queued only
         self._dispatcher = Dispatcher(limits)
@@ -145,7 +145,7 @@ class Fleet:
         self._found_unfit = time.monotonic()
 
     async def _gives_no_numbers(self, url: str, prompt: list[int]) -> bool | None:
-        """Generate one token. None: there was no answer to judge by."""
+        """Generate one token, and see whether its log-prob is one. None: there was no answer to judge by."""
         reader = ReplyReader()
         body = {
             "rid": secrets.token_hex(16), "input_ids": prompt, "return_logprob": True, "stream": False,
@@ -158,7 +158,7 @@ class Fleet:
         except (EngineError, TimeoutError) as error:
             log.warning("engine=%s could not be probed: %s", url, error)
             return None
-        return reader.without_numbers if reader.totals.completion_tokens else None
+        return reader.unsound if reader.totals.completion_tokens else None
 
     def _due_for_probe(self, url: str, label: str | None) -> bool:
         """Engines that failed come back with their next weights. Where none are due (it serves the current ones after

@@ -17,6 +17,7 @@ from samplestore.errors import InvalidSegment, LeaseLost, SequenceConflict
 from samplestore.run import advance
 from samplestore.types import Claim, RequestInfo, StageClaim
 from samplestore.verbs import requests, samples
+from samplestore.words import amount
 from samplestore.workers.dispatch import Target
 from samplestore.workers.engine_client import EngineClient, Reply
 from samplestore.workers.experts import ExpertShape, decode
@@ -121,6 +122,8 @@ class Request:
         self.last_label = next(iter(labels_before)) if known else None
         self.labels_before = labels_before
         self.held = False  # a chunk straddled a change of versions: what follows waits for the final spans
+        self.labels_held: set[str | None] = set()  # of those chunks: they may go back, or to and fro
+        self.asked = 0  # tokens
         self.stored = 0
         self.first_row = 0  # of the sequence, that routed experts are asked from
 
@@ -166,7 +169,7 @@ class Request:
 
     def _body(self, budget: int) -> dict[str, Any]:
         claim, streaming = self.claim, self.limits.mode == "stream"
-        n = budget if self.limits.mode != "sliced" else min(budget, self.limits.slice_tokens)
+        n = self.asked = budget if self.limits.mode != "sliced" else min(budget, self.limits.slice_tokens)
         body = {
             "rid": self.rid,
             "input_ids": [*claim.prompt_ids.tolist(), *claim.response_ids.tolist()],
@@ -205,20 +208,25 @@ class Request:
             if error.kind == "busy" and not reader.totals.completion_tokens:
                 return Outcome.BUSY
             if error.kind == "stale":  # none of it is kept, though it may be complete
-                log.warning("sample=%d rid=%s %s", self.claim.sample_id, self.rid, error)
+                self._warn(error, base)
                 self.pending = Pending()
                 return Outcome.CUT
             if error.kind not in ("unreachable", "busy", "error"):
                 await self._flush_rest()  # what came before the error is good
                 raise
-            log.warning("sample=%d rid=%s %s", self.claim.sample_id, self.rid, error)
+            self._warn(error, base)
         experts = self._experts()  # before the end is stored: a reply whose experts are wrong is not complete
         reason = reader.totals.finish_reason
         if reason is None:
+            if self.error is None:
+                self._warn("the answer ended without a finish_reason", base)
             await self._flush_rest()
             return Outcome.CUT
         await uninterrupted(self._conclude(reason, experts))
         return Outcome.ABORTED if reason == "abort" else Outcome.FINISHED
+
+    def _warn(self, said: Any, base: str) -> None:
+        log.warning("engine=%s sample=%d rid=%s %s", self.engine or base, self.claim.sample_id, self.rid, said)
 
     async def _conclude(self, reason: str, experts: Any) -> None:
         """Store the end of a complete reply, its row, and the end of the sample where this is it: one write."""
@@ -268,7 +276,10 @@ class Request:
         self.engine = reply.engine or self.engine
         reader, before = self.reader, self.reader.totals.completion_tokens
         for chunk in chunks:
-            self._take(reader.feed(chunk))
+            delta = reader.feed(chunk)
+            if (made := reader.totals.completion_tokens) > self.asked:
+                raise EngineError("broken", f"{amount(made, 'token')}, and {self.asked:,} were asked for")
+            self._take(delta)
             if reader.chunks == 1:
                 self._require_own_answer()
                 self._require_own_cache()
@@ -289,7 +300,9 @@ class Request:
         first = self.last_label is None and not self.limits.versions_may_change
         if delta.label != self.last_label and not first:
             self.held = True
-        if not self.held:
+        if self.held:
+            self.labels_held.add(delta.label)
+        else:
             self.certain, self.certain_label = len(self.pending.ids), delta.label
         self.last_label = delta.label
 
@@ -354,7 +367,7 @@ class Request:
             at = certain
         if at < stop:
             before = {self.certain_label} if self.certain_label else self.labels_before
-            parts.append((at, stop, tuple({*before, self.reader.totals.label})))
+            parts.append((at, stop, tuple({*before, *self.labels_held, self.reader.totals.label})))
         return parts
 
     async def _send(self, parts: Sequence[Part], then: Sequence[Call] = ()) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from dataclasses import dataclass, field
@@ -9,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from samplestore.workers.replies import Delta, EngineError
+from samplestore.errors import InvalidSegment
+from samplestore.workers.replies import MAX_LOGPROB, Delta, EngineError
 
 
 @dataclass(slots=True)
@@ -40,12 +42,17 @@ class Pending:
 
     def part(self, start: int, stop: int) -> tuple[Any, Any]:
         """The tokens start..stop and their log-probs, arrays where they are sound: the store takes those at once, and
-        a list number by number."""
+        a list number by number. Raises InvalidSegment for a log-prob above 0."""
         ids: Any = np.frombuffer(self.ids[start:stop], dtype=np.int32)
         values = None if self.logprobs is None else self.logprobs[start:stop]
+        if values is None:
+            return ids, None
         if isinstance(values, array):
             numbers = np.frombuffer(values, dtype=np.float32)
-            return ids, numbers if np.isfinite(numbers).all() else values.tolist()
+            if numbers.max(initial=0.0) <= MAX_LOGPROB and np.isfinite(numbers).all():
+                return ids, numbers
+            values = values.tolist()
+        _require_no_gain(values)
         return ids, values
 
     def drop(self, n: int) -> None:
@@ -53,6 +60,16 @@ class Pending:
         would have a hole."""
         self.ids = self.ids[n:]
         self.logprobs = None if self.logprobs is None else self.logprobs[n:]
+
+
+def _require_no_gain(values: list[Any]) -> None:
+    """Probabilities, or logits, in the place of log-probs would be trained on without a word. What is no number is left
+    to the store. Raises InvalidSegment naming the position."""
+    for at, value in enumerate(values):
+        if isinstance(value, int | float) and MAX_LOGPROB < value < math.inf:
+            raise InvalidSegment(
+                f"log-prob at position {at} is {value!r:.40}: above 0, no log-prob", field="logprobs", position=at
+            )
 
 
 def spans_of(spans: Any, total: int) -> list[tuple[int, int, str]]:

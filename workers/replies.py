@@ -23,6 +23,7 @@ MAX_NEW_TOKENS_A_CHUNK = 1_000_000
 MAX_COUNT = 2**31  # of what engines report for information: more does not fit the database's columns
 MAX_TELEMETRY = 64  # numbers in a histogram
 MAX_CUMULATIVE_TOKENS = 2048  # of a stream whose chunks repeat all before; 8,000 tokens would be 1.3 GB of JSON
+MAX_LOGPROB = 1e-3  # SGLang takes logarithms of numbers up to 1: what is beyond rounding is none of them
 MIN_CUMULATIVE_CHUNK = 16  # tokens a chunk, from which on it may be longer
 
 
@@ -34,6 +35,7 @@ class EngineError(SampleStoreError):
           "unfit" (its weights are not finite), "setup" (it was started with the wrong flags)
     """
 
+    look = ("doctor",)  # which asks the engines
     unconnected = False  # there was not even a connection: nothing was asked
 
     def __init__(self, kind: str, message: str, status: int | None = None) -> None:
@@ -135,11 +137,17 @@ class ReplyReader:
         self.chunks = 0
         self.cumulative = False
         self._numbers = self._nulls = False  # whether any log-prob so far is a number, or is none
+        self._first: list[Any] = []  # the first log-probs that came
 
     @property
     def without_numbers(self) -> bool:
         """Whether every log-prob so far is null or NaN, as an engine answers whose weights are not finite."""
         return self._nulls and not self._numbers
+
+    @property
+    def unsound(self) -> bool:
+        """Whether its log-probs can't be any: all are null or NaN, or the first of them are above 0."""
+        return self.without_numbers or any(isinstance(v, int | float) and v > MAX_LOGPROB for v in self._first)
 
     def too_costly(self) -> str | None:
         """Why this stream should not go on, if so: each chunk repeats all that was sent, and there are many."""
@@ -165,8 +173,9 @@ class ReplyReader:
             raise EngineError("broken", "a chunk has no meta_info")
         reason = None if meta.get("finish_reason") is None else self._finish(meta["finish_reason"])
         ids, entries = chunk.get("output_ids") or [], meta.get("output_token_logprobs") or []
-        if not isinstance(ids, list):
-            raise EngineError("broken", f"output_ids is {type(ids).__name__}, not a list")
+        for name, told in (("output_ids", ids), ("output_token_logprobs", entries)):
+            if not isinstance(told, list):
+                raise EngineError("broken", f"{name} is {type(told).__name__}, not a list")
         totals, first = self.totals, not self.chunks
         self.chunks += 1
         seen = totals.completion_tokens
@@ -176,7 +185,7 @@ class ReplyReader:
             raise EngineError("broken", f"{amount(new, 'token')} after its finish_reason {totals.finish_reason!r}")
         if len(ids) < new:
             ids = _ids_of(entries, seen, total) or ids
-        if len(ids) < new:
+        if len(ids) < new or (new and len(ids) not in (new, total)):  # more: all of them again
             raise EngineError("broken", f"{new} new tokens by completion_tokens, but {len(ids)} output_ids")
         fresh = ids if len(ids) == new else ids[len(ids) - new :]
         probs = self._logprobs(meta, entries, fresh, total) if new else []
@@ -229,11 +238,11 @@ class ReplyReader:
             self.totals.finish_message = str(reason.get("message", ""))[:500]
         return kind[:40]
 
-    def _logprobs(self, meta: dict[str, Any], entries: Any, ids: list[int], total: int) -> list[Any] | None:
+    def _logprobs(self, meta: dict[str, Any], entries: list[Any], ids: list[int], total: int) -> list[Any] | None:
         """The log-probs of `ids`, unchecked values included: the store refuses null and NaN and names the position."""
         if not entries:
             return None
-        if not isinstance(entries, list) or len(entries) < len(ids):
+        if len(entries) < len(ids):
             raise EngineError("broken", f"{len(ids)} new tokens, but {len(entries)} output_token_logprobs")
         counted = meta.get("output_token_logprobs_length", total)
         if counted != total:
@@ -241,6 +250,7 @@ class ReplyReader:
                 "broken", f"{amount(total, 'token')} by completion_tokens, but {str(counted)[:40]} log-probs"
             )
         values = _pairs(entries if len(entries) == len(ids) else entries[-len(ids) :], ids)
+        self._first = self._first or values
         if not self._numbers:  # one number settles it: what follows costs nothing
             self._numbers = any(isinstance(v, int | float) and v == v for v in values)
             self._nulls = True
@@ -321,10 +331,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < MAX_COUNT
 
 
-def _ids_of(entries: Any, seen: int, total: int) -> list[Any]:
+def _ids_of(entries: list[Any], seen: int, total: int) -> list[Any]:
     """The new ids by their log-probs: SGLang 0.5.9 sends, where chunks coalesce, only the last of the ids, but
     log-prob entries of all."""
-    if not isinstance(entries, list) or len(entries) < total:
+    if len(entries) < total:
         return []
     part = entries[seen:total]
     return [entry[1] for entry in part if isinstance(entry, list | tuple) and len(entry) > 1]

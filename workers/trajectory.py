@@ -69,6 +69,7 @@ class Trajectory:
     def __init__(self, claim: Claim, host: Host, keep_stages: samples.Kept) -> None:
         self.claim, self.host, self.keep_stages = claim, host, keep_stages
         self.request: Request | None = None  # the running one
+        self.asked = "none"  # the engine, or the router, that had the last one
         self.told: str | None = None  # why it is to stop and go back
         self.task: asyncio.Task[None] | None = None
         self.limits = host.limits.over(claim.sampling, claim.max_new_tokens)  # of the requests that are made now
@@ -100,7 +101,7 @@ class Trajectory:
         except SampleStoreError as error:
             await self._failed(error)
         except Exception as error:  # nobody else would ever let go of the sample: it must count as a failure
-            log.exception("sample=%d failed unexpectedly", claim.sample_id)
+            log.exception("engine=%s sample=%d failed unexpectedly", self.asked, claim.sample_id)
             await self._failed(error)
         return []
 
@@ -295,7 +296,7 @@ class Trajectory:
                     raise LetGo("engine unfit") from error
                 raise
             finally:
-                self.request = None
+                self.request, self.asked = None, request.engine or target.base
                 if outcome == Outcome.CUT:
                     self.host.spawn(fleet.abort(request.rid, request.engine))
             if outcome == Outcome.CUT and not _own_failure(request):
@@ -334,7 +335,7 @@ class Trajectory:
 
     async def _failed(self, error: Exception) -> None:
         claim = self.claim
-        log.error("sample=%d attempt=%d %s", claim.sample_id, claim.attempt, error)
+        log.error("engine=%s sample=%d attempt=%d %s", self.asked, claim.sample_id, claim.attempt, error)
         try:
             await self.host.write(
                 samples.fail, claim, str(error) or type(error).__name__, prompt_refused=isinstance(error, PromptRefused)

@@ -1,11 +1,19 @@
-"""Bringing engines to the run's current weights. Each update is a claim: one process drives one engine."""
+"""Bringing engines to the run's current weights. Each update is a claim: one process drives one engine.
+
+Where a worker can't see whether a checkpoint fits, one engine is told first: a tensor of another shape kills whoever
+loads it. That holds across workers, since what decides is in the engines' rows.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import sqlalchemy as sa
+
+from samplestore.clock import db_now
 from samplestore.errors import LeaseLost, SampleStoreError
 from samplestore.states import WeightUpdateMode
 from samplestore.verbs import weights
@@ -16,22 +24,37 @@ from samplestore.workers.routers import register, unregister
 
 log = logging.getLogger("samplestore.fleet")
 
+ANOTHER_S, MAX_DEATHS = 60.0, 2  # one engine may have died by chance; when it stays away another is asked, once
+
+_e, _v, _r = weights.engine.c, weights.version.c, weights.run.c
+CURRENT = (
+    sa.select(_v.label, _v.path)
+    .select_from(weights.version.join(weights.run, (_r.id == _v.run_id) & (_r.current_version == _v.version)))
+    .where(_r.id == sa.bindparam("b_run"))
+)
+OTHERS = sa.select(
+    _e.url, _e.label, _e.owner, _e.state, _e.failures, _e.error, (db_now() - _e.updated_at).label("age")
+).where(_e.run_id == sa.bindparam("b_run"), weights.KNOWN, _e.url != sa.bindparam("b_url"))  # fmt: skip
+
 
 class Updates:
     """The updates that this worker drives.
 
     write      verb, first argument, more arguments -> result, after the commit
+    read       question about the database -> its answer
     router     where an engine that fails its update is taken out, and put back when it serves the right weights again
     """
 
     def __init__(
-        self, client: EngineClient, write: Any, worker_id: int, mode: WeightUpdateMode, router: str | None,
-        timeout_s: float,
+        self, client: EngineClient, write: Any, read: Callable[..., Awaitable[Any]], run_id: int, worker_id: int,
+        mode: WeightUpdateMode, router: str | None, timeout_s: float,
     ) -> None:  # fmt: skip
-        self.client, self.write, self.worker_id, self.mode = client, write, worker_id, mode
+        self.client, self.write, self.read, self.mode = client, write, read, mode
+        self.run_id, self.worker_id = run_id, worker_id
         self.router, self.timeout_s = router, timeout_s
         self.running: dict[str, asyncio.Task[None]] = {}
         self._claiming: set[str] = set()
+        self._said: set[tuple[str, str]] = set()  # (url, label): was told why not
 
     async def follow(self, url: str, served: dict[str, str | None], was_out: bool) -> None:
         """Bring an engine to the run's current version, unless another process does. What it then reports is put into
@@ -40,7 +63,7 @@ class Updates:
             return  # before the claim: one that is made and then dropped would hold the engine for ever
         self._claiming.add(url)
         try:
-            held = await self.write(weights.claim_engine, self.worker_id, url)
+            held = await self.write(weights.claim_engine, self.worker_id, url) if await self._may_tell(url) else None
         finally:
             self._claiming.discard(url)
         if held is None:
@@ -48,6 +71,24 @@ class Updates:
         task = asyncio.create_task(self._update(held, served, was_out))
         self.running[url] = task
         task.add_done_callback(lambda _: self.running.pop(url, None))
+
+    async def _may_tell(self, url: str) -> bool:
+        """Whether an engine's turn has come: not while another one finds out whether the weights can be loaded, nor
+        where some have died of them."""
+
+        def ask(connection: sa.Connection) -> tuple[Any, Sequence[Any]]:
+            current = connection.execute(CURRENT, {"b_run": self.run_id}).one()
+            return current, connection.execute(OTHERS, {"b_run": self.run_id, "b_url": url}).fetchall()
+
+        (label, path), others = await self.read(ask)
+        if path is None or (why := why_not_yet(others, label, path)) is None:
+            return True
+        if not await control.may_not_fit(self.client, url, path):
+            return True
+        if (url, label) not in self._said:
+            self._said.add((url, label))
+            log.warning("engine=%s is not told to load %s: %s", url, label, why)
+        return False
 
     async def _update(self, held: dict[str, Any], served: dict[str, str | None], was_out: bool) -> None:
         url, label = held["url"], held["label"]
@@ -103,3 +144,20 @@ class Updates:
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
+
+
+def why_not_yet(others: Sequence[Any], label: str, path: str) -> str | None:
+    """Why an engine that may not bear weights is not told of them, by the rows of the run's other engines; None: it
+    may be told, since one has taken them, or nobody is trying."""
+    if any(row.label == label for row in others):
+        return None
+    if (trying := next((row.url for row in others if row.owner is not None), None)) is not None:
+        return f"{trying} is told first, since it can't be seen from this machine whether they fit"
+    # a publish sets failures to 0: what was before it says nothing about these weights
+    died = [row for row in others if row.failures and f"{control.died_of(path)} " in (row.error or "")]
+    if not died or (len(died) < MAX_DEATHS and all(row.age > ANOTHER_S for row in died)):
+        return None
+    return (
+        f"{died[0].url} {control.died_of(path)}. The others go on with the weights that they have. Publish others: "
+        "run.publish_weights(PATH)"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,6 +163,8 @@ def test_update_to_what_the_run_is_not_at_says_that_it_will_not_last(
 
 
 def test_one_engine_that_fails_its_update(cli: Cli, two: list[ScriptedEngine], checkpoint: Path) -> None:
+    shutil.copytree(checkpoint, served := checkpoint.with_name("served"))  # that it fits can be seen
+    two[0].model_path = two[1].model_path = str(served)
     two[0].load_fails = 1
     answer = cli("engines", "update", "--path", checkpoint, "--label", "v1", *flags(two[0].url, two[1].url), "--json")
     assert answer.code == 4

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 from tests.support import factory
 from tests.support.scripted_engine import Script, wait_running
 from tests.worker.conftest import Bench
@@ -80,3 +82,37 @@ def test_a_worker_whose_loop_hangs_is_replaced_while_its_heart_lives(any_bench: 
     assert {e["worker_id"] for e in factory.events(run, "worker_dead")} == {1}
     assert len(engine.requests) == 4
     any_bench.sound()
+
+
+@pytest.mark.slow
+def test_workers_of_one_name_that_do_not_stream(bench: Bench) -> None:
+    """Three workers of one name; two of them are suspended amid whole and sliced answers. One wakes up to answers that
+    are complete, and may write none of them; the other one's still run, and are stopped at their engine."""
+    run = bench.make_run(samples_per_prompt=4, epochs=1, heartbeat_ttl_s=TTL_S)
+    whole = bench.engine(Script(stall_after=12))
+    sliced = bench.engine(lambda body, n: Script(stall_after=None if n < 2 else 4))
+    fast = bench.engine()
+    zombies = [
+        bench.worker(whole, mode="unary", concurrency=2, name="one"),
+        bench.worker(sliced, mode="sliced", slice_tokens=8, concurrency=2, name="one"),
+    ]
+    wait_running([whole], 2)
+    wait_running([sliced], 2)
+    bench.wait(lambda: sorted(r["n_tokens"] for r in bench.samples()) == [0, 0, 8, 8], "two slices are stored")
+    for zombie in zombies:
+        suspend_until_reaped(bench, zombie)
+    other = bench.worker(fast, name="one")
+    bench.wait_all()
+    before = factory.snapshot(run, leave_out=TOLD)
+    whole.release()
+    for zombie in zombies:
+        zombie.signal(signal.SIGCONT)
+    bench.wait(lambda: worker_states(bench).count("live") == 3, "both registered anew")
+    bench.wait(lambda: whole.idle() and sliced.idle(), "nothing runs for them at their engines")
+    assert {body["rid"] for body in sliced.requests[2:]} <= set(sliced.aborts)
+    assert "is no longer held at attempt" in zombies[0].log(), zombies[0].log()
+    assert factory.snapshot(run, leave_out=TOLD) == before
+    assert (len(whole.requests), len(sliced.requests), len(fast.requests)) == (2, 4, 4), "nothing was asked for twice"
+    assert [worker.terminate() for worker in (*zombies, other)] == [0, 0, 0]
+    bench.exact(32)
+    bench.sound()

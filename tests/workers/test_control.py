@@ -185,6 +185,19 @@ async def test_a_frozen_engine_goes_on_when_its_update_fails(client: EngineClien
         assert engine.asked[-1][0] == "POST /continue_generation"
 
 
+async def test_one_that_can_not_be_woken_is_told_with_what_failed(client: EngineClient) -> None:
+    answers = {
+        "POST /update_weights_from_disk": (400, {"success": False, "message": "no such folder"}),
+        "POST /pause_generation": {},
+        "POST /continue_generation": (500, "oops"),
+        "GET /model_info": {"weight_version": "v2", "model_path": "/m0"},
+    }
+    async with canned(answers) as engine:
+        with pytest.raises(EngineError, match="no such folder") as told:
+            await control.change_weights(client, engine.url, "/m", "v3", WeightUpdateMode.ABORT)
+    assert str(told.value).endswith(f"Wake it with: samplestore engines continue --engine {engine.url}")
+
+
 async def test_another_label_than_was_asked_for_is_an_error(client: EngineClient) -> None:
     answers = {"POST /update_weights_from_disk": {"success": True}, "GET /model_info": {"weight_version": "v2"}}
     async with canned(answers) as engine:
