@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,10 @@ CURRENT = (
     .select_from(weights.version.join(weights.run, (_r.id == _v.run_id) & (_r.current_version == _v.version)))
     .where(_r.id == sa.bindparam("b_run"))
 )
+# Where the weights lay that the run's engines serve, but for those that they were started with.
+TAKEN = sa.select(_v.path).select_from(
+    weights.version.join(weights.engine, (_e.run_id == _v.run_id) & (_e.label == _v.label))
+).where(_v.run_id == sa.bindparam("b_run"), weights.KNOWN, _v.parent.is_not(None), _v.path.is_not(None))  # fmt: skip
 OTHERS = sa.select(
     _e.url, _e.label, _e.owner, _e.state, _e.failures, _e.error, (db_now() - _e.updated_at).label("age")
 ).where(_e.run_id == sa.bindparam("b_run"), weights.KNOWN, _e.url != sa.bindparam("b_url"))  # fmt: skip
@@ -74,14 +79,19 @@ class Updates:
 
     async def _may_tell(self, url: str) -> bool:
         """Whether an engine's turn has come: not while another one finds out whether the weights can be loaded, nor
-        where some have died of them."""
+        where some have died of them. Weights from where an engine has got its own are told to all at once: a trainer
+        writes tensors of the same shapes step after step, and waiting would take twice the time at each."""
 
-        def ask(connection: sa.Connection) -> tuple[Any, Sequence[Any]]:
-            current = connection.execute(CURRENT, {"b_run": self.run_id}).one()
-            return current, connection.execute(OTHERS, {"b_run": self.run_id, "b_url": url}).fetchall()
+        def ask(connection: sa.Connection) -> tuple[Any, Sequence[Any], Sequence[str]]:
+            of_run = {"b_run": self.run_id}
+            current = connection.execute(CURRENT, of_run).one()
+            others = connection.execute(OTHERS, {**of_run, "b_url": url}).fetchall()
+            return current, others, connection.execute(TAKEN, of_run).scalars().all()
 
-        (label, path), others = await self.read(ask)
+        (label, path), others, taken = await self.read(ask)
         if path is None or (why := why_not_yet(others, label, path)) is None:
+            return True
+        if os.path.dirname(path) in map(os.path.dirname, taken) and not died_of_it(others, path):
             return True
         if not await control.may_not_fit(self.client, url, path):
             return True
@@ -153,11 +163,16 @@ def why_not_yet(others: Sequence[Any], label: str, path: str) -> str | None:
         return None
     if (trying := next((row.url for row in others if row.owner is not None), None)) is not None:
         return f"{trying} is told first, since it can't be seen from this machine whether they fit"
-    # a publish sets failures to 0: what was before it says nothing about these weights
-    died = [row for row in others if row.failures and f"{control.died_of(path)} " in (row.error or "")]
+    died = died_of_it(others, path)
     if not died or (len(died) < MAX_DEATHS and all(row.age > ANOTHER_S for row in died)):
         return None
     return (
         f"{died[0].url} {control.died_of(path)}. The others go on with the weights that they have. Publish others: "
         "run.publish_weights(PATH)"
     )
+
+
+def died_of_it(others: Sequence[Any], path: str) -> list[Any]:
+    """The engines that a checkpoint has killed. A publish sets failures to 0: what was before it says nothing about
+    these weights."""
+    return [row for row in others if row.failures and f"{control.died_of(path)} " in (row.error or "")]

@@ -97,6 +97,20 @@ async def test_where_shapes_can_be_compared_nobody_waits(store: Store, tmp_path:
     assert [[name for name, _ in one.calls].count(LOAD) for one in told] == [1, 1]
 
 
+async def test_the_next_weights_of_a_trainer_are_told_to_all_at_once(store: Store, engines: Make) -> None:
+    """One waits for the first weights that it can't see; those that follow from the same folder hold up nobody."""
+    run, told = f.make_run(store), engines(2, "/elsewhere/v0")
+    async with EngineClient(20.0) as client:
+        worker = Worker(run, client, told)
+        loads = []
+        for step in (1, 2):
+            run.publish_weights(f"/checkpoints/{step}", step=step)
+            await worker.round()
+            loads.append([[name for name, _ in one.calls].count(LOAD) for one in told])
+            await worker.round()
+    assert loads == [[1, 0], [2, 2]]
+
+
 PATH = "/w/1"
 DIED = f"engine unreachable: http://a:1 {died_of(PATH)} (reset). See"
 
