@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from samplestore.types import one_of
+
 Values = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]
 EPS = 1e-6
@@ -40,10 +42,9 @@ def advantages(
 
     rollout_ids   [n], equal for samples that were forked from one: every mean and deviation counts a rollout once, by
                   the mean of its samples
-    Raises ValueError.
+    Raises InvalidSetting for another method, ValueError for shapes that differ.
     """
-    if method not in METHODS:
-        raise ValueError(f"advantages={method!r} is not one of {sorted(METHODS)}")
+    one_of("advantages", method, METHODS)
     values, ids = np.asarray(rewards, dtype=np.float64), np.asarray(group_ids)
     rollouts = np.arange(values.size) if rollout_ids is None else np.asarray(rollout_ids)
     if values.shape != ids.shape or values.shape != rollouts.shape or values.ndim != 1:

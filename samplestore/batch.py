@@ -147,7 +147,8 @@ class Batch:
                     the one that came out
         samples     only these, e.g. a micro-batch. Their advantages are still those of the whole batch
         pin_memory  None: where `device` is a GPU; see samplestore.tensors.as_torch
-        Raises ArrayNotStored for an array that no sample of the batch has, ArrayFileError, MissingExtra.
+        Raises InvalidSetting for another layout or method, ArrayNotStored for an array that no sample of the batch has,
+        ArrayFileError, MissingExtra.
         """
         made = self.arrays(layout=layout, advantages=advantages, named=named, samples=samples)
         return packing.as_torch(made, device, pin_memory)

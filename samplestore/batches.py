@@ -19,7 +19,6 @@ from samplestore.batch import Batch as Batch
 from samplestore.batch import row_of
 from samplestore.errors import (
     BatchTimeout,
-    InvalidSetting,
     SampleStoreError,
     StepHeld,
     TokensPruned,
@@ -33,7 +32,7 @@ from samplestore.models import BatchRow, Run, Worker
 from samplestore.queries import plans, serving
 from samplestore.queries.why import why
 from samplestore.states import BatchState, StalenessMode, StalePolicy, WorkerKind, WorkerState
-from samplestore.types import Why, choice, seconds
+from samplestore.types import Why, choice, one_of, seconds
 from samplestore.verbs import batches as verbs
 from samplestore.verbs import liveness, prompts
 from samplestore.verbs.tx import Transactor
@@ -117,8 +116,7 @@ def take(
         "mask_offpolicy": settings.mask_offpolicy if mask_offpolicy is None else mask_offpolicy,
         "order": settings.order if order is None else order,
     }
-    if advantages not in METHODS:
-        raise InvalidSetting("advantages", advantages, " | ".join(METHODS))
+    one_of("advantages", advantages, METHODS)
     serving.probe(run.database, policy["order"])
     only: list[int] | None = None
 

@@ -28,6 +28,7 @@ from samplestore.errors import (
     MissingExtra,
     SampleStoreError,
     StoreBusy,
+    StoreClosed,
     StoreUnavailable,
 )
 from samplestore.gate import Gate
@@ -115,6 +116,7 @@ class Database:
         self._wrote = False  # whether a writer connection was ever made: without, there is nothing to checkpoint
         self.hearts: dict[int, Any] = {}  # run id -> the heart of this process's trainer
         self.on_close: list[Callable[[], None]] = []
+        self.closed = False
         self.reconnects = 0  # raised whenever something was repeated after a lost connection
         if self.is_sqlite:
             if not self.url.database or self.url.database == ":memory:":
@@ -147,7 +149,13 @@ class Database:
     def _sqlite_writer(self) -> Any:
         return self._sqlite_connection("rw")
 
+    def _require_open(self, *_: Any) -> None:
+        """Whatever is done with a closed database has to connect first. Raises StoreClosed."""
+        if self.closed:
+            raise StoreClosed(self.shown_url)
+
     def _sqlite_connection(self, mode: str) -> Any:
+        self._require_open()
         module = sqlite_module()
         if mode == "ro" and not self.path.exists():
             raise DatabaseMissing(self.shown_url)
@@ -226,6 +234,7 @@ class Database:
             },
             json_serializer=strict_json,
         )  # fmt: skip
+        event.listen(engine, "do_connect", self._require_open)
         if not read_only:
             event.listen(engine, "begin", _begin_postgres)
         return engine
@@ -268,6 +277,7 @@ class Database:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
+        self._require_open()  # before the gate is
         with self.explained(writing=True), self.gate.hold() if self.gate else nullcontext():
             yield
         if self.checkpointer:
@@ -358,8 +368,10 @@ class Database:
                 self._kept.close()
 
     def close(self) -> None:
+        """For good: what uses it afterwards gets StoreClosed."""
         while self.on_close:
             self.on_close.pop()()
+        self.closed = True
         if self.checkpointer:
             self.checkpointer.close()
         self.reader.dispose()

@@ -14,7 +14,13 @@ MOST_FILES = 2000  # of a folder that are looked at
 
 
 class SampleStoreError(Exception):
-    """Base class of all errors that are raised on purpose."""
+    """Base class of all errors that are raised on purpose.
+
+    look   words of the samplestore command that tells more, for the end of a message that names no next step; none: the
+           command that was typed was typed wrongly, and its help tells more
+    """
+
+    look: tuple[str, ...] = ()
 
 
 class DatabaseMissing(SampleStoreError):
@@ -85,6 +91,8 @@ class UnsupportedFileSystem(SampleStoreError):
 class StoreBusy(SampleStoreError):
     """The writer gate of a SQLite database was not free in time."""
 
+    look = ("status",)
+
     def __init__(self, path: str, waited_s: float, holder_pid: int | None, since: float | None) -> None:
         self.path, self.waited_s, self.holder_pid, self.since = path, waited_s, holder_pid, since
         who = f"process {holder_pid} holds it" if holder_pid else "its holder is unknown"
@@ -115,6 +123,14 @@ class DatabaseUnusable(SampleStoreError):
     def __init__(self, url: str, problem: str, cure: str) -> None:
         self.url, self.problem, self.cure = url, problem, cure
         super().__init__(f"{url} {problem}. {cure}")
+
+
+class StoreClosed(SampleStoreError):
+    """A store was used after its close()."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        super().__init__(f"the store of {url} is closed. Open it again: samplestore.open({url!r})")
 
 
 class RunNotFound(SampleStoreError):
@@ -167,7 +183,22 @@ class WorkerDead(SampleStoreError):
 
     def __init__(self, worker_id: int) -> None:
         self.worker_id = worker_id
-        super().__init__(f"worker {worker_id} was declared dead: cancel its work and register again")
+        super().__init__(
+            f"worker {worker_id} was declared dead. Cancel its work, and register again: run.register(kind, name)"
+        )
+
+
+class UnknownWorker(WorkerDead):
+    """A worker was named that the run does not have: never registered, another run's, or of a database that was
+    replaced. To who did register it is the same as being dead."""
+
+    def __init__(self, worker_id: Any) -> None:
+        self.worker_id = worker_id
+        SampleStoreError.__init__(
+            self,
+            f"this run has no worker {worker_id!r}. A worker is known by the number that it gets when it registers on "
+            "the run: worker = run.register(kind, name)",
+        )
 
 
 class LeaseLost(SampleStoreError):
@@ -175,6 +206,7 @@ class LeaseLost(SampleStoreError):
 
     def __init__(self, what: str, id: int, attempt: int, now_owner: int | None = None, now_attempt: int | None = None):
         self.what, self.id, self.attempt = what, id, attempt
+        self.look = ("show", str(id)) if what == "sample" else ("tail",)
         self.now_owner, self.now_attempt = now_owner, now_attempt
         if what == "batch":  # has no attempts, and no request
             told = f"batch {id} is no longer leased by this trainer: it was committed, given back or reaped"
@@ -235,11 +267,14 @@ class SequenceConflict(SampleStoreError):
 
     def __init__(self, sample_id: int, seq: int, expected: int, why: str) -> None:
         self.sample_id, self.seq, self.expected, self.why = sample_id, seq, expected, why
+        self.look = ("show", str(sample_id))
         super().__init__(f"sample {sample_id}: segment seq {seq} refused, the next is {expected}: {why}")
 
 
 class InvalidTransition(SampleStoreError):
     """The state machine has no such arrow."""
+
+    look = ("groups",)
 
     def __init__(self, what: str, id: int, state: str, verb: str, allowed: str) -> None:
         self.what, self.id, self.state, self.verb, self.allowed = what, id, state, verb, allowed
@@ -265,6 +300,8 @@ class UnknownVersion(SampleStoreError):
 
 class BatchTimeout(SampleStoreError):
     """No batch became ready in time; `why` says what is missing."""
+
+    look = ("why",)
 
     def __init__(self, waited_s: float, why: Any) -> None:
         self.waited_s, self.why = waited_s, why
@@ -299,6 +336,8 @@ class AbortTimeout(SampleStoreError):
 class WorkerFailed(SampleStoreError):
     """A worker of this run reported a fatal error while the trainer was waiting."""
 
+    look = ("tail",)
+
     def __init__(self, worker_id: int, name: str, error: str) -> None:
         self.worker_id, self.name, self.error = worker_id, name, error
         super().__init__(f"worker {worker_id} ({name}) failed: {error}")
@@ -317,6 +356,8 @@ class StepAlreadyCommitted(SampleStoreError):
 
 class StepHeld(SampleStoreError):
     """Another trainer that is alive holds the batch of this step."""
+
+    look = ("status",)
 
     def __init__(self, step: int, batch_id: int, worker_id: int) -> None:
         self.step, self.batch_id, self.worker_id = step, batch_id, worker_id
@@ -361,7 +402,7 @@ class MissingLogprobs(SampleStoreError):
     """A batch that needs log-probs has a sample without."""
 
     def __init__(self, sample_id: int) -> None:
-        self.sample_id = sample_id
+        self.sample_id, self.look = sample_id, ("show", str(sample_id))
         super().__init__(f"sample {sample_id} has trained tokens without log-probs; pass need_logprobs=False to accept")
 
 
@@ -436,7 +477,7 @@ class EvaluationTimeout(SampleStoreError):
         self.evaluation_id, self.waited, self.left, self.why = evaluation_id, waited, left, why
         super().__init__(
             f"evaluation {evaluation_id} is not done after {waited:.0f} s: {amount(left, 'prompt')} "
-            f"{which(left, 'is', 'are')} left. It goes on; see it with: samplestore eval --list. The run: {why}"
+            f"{which(left, 'is', 'are')} left. The run: {why}. It goes on; see it with: samplestore eval --list"
         )
 
 

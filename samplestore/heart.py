@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from samplestore.errors import StoreBusy, WorkerDead
+from samplestore.errors import StoreBusy, StoreClosed, WorkerDead
 from samplestore.types import Heartbeat
 from samplestore.verbs import liveness
 from samplestore.verbs.tx import Transactor
@@ -58,6 +58,9 @@ class Heart:
                 if self._on_dead:
                     self._on_dead()
                 return
+            except StoreClosed as error:  # its owner forgot it
+                log.warning("worker=%d beats no more: %s", self.worker_id, error)
+                return
             except Exception as error:  # whatever it is: a heart that stops kills its worker
                 log.warning("worker=%d heartbeat failed, trying again: %s", self.worker_id, error)
 
@@ -94,7 +97,7 @@ class Heart:
         if not self.dead.is_set():
             try:
                 self.run.transact(lambda tx: liveness.goodbye(tx, self.worker_id))
-            except (SQLAlchemyError, StoreBusy) as error:
+            except (SQLAlchemyError, StoreBusy, StoreClosed) as error:
                 log.warning("worker=%d could not say goodbye; it will be reaped: %s", self.worker_id, error)
 
     def stop(self) -> None:

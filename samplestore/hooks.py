@@ -102,8 +102,11 @@ def show_all(run: Transactor, hook: AllSamples, batch_id: int) -> None:
     given back, by a hook that raised too, is none before this one. Raises HookFailed where the hook raises."""
 
     def snapshot(connection: sa.Connection) -> tuple[int, dict[int, list[HookSample]]]:
-        before = sa.select(sa.func.max(batch.c.created_at)).where(
-            batch.c.run_id == run.id, batch.c.id < batch_id, batch.c.state != BatchState.RELEASED.value
+        before = (
+            sa.select(batch.c.created_at)
+            .where(batch.c.run_id == run.id, batch.c.id < batch_id, batch.c.state != BatchState.RELEASED.value)
+            .order_by(batch.c.id.desc())
+            .limit(1)
         )
         since = connection.execute(before).scalar() or 0.0
         mine = sa.select(batch_group.c.group_id).where(batch_group.c.batch_id == batch_id)

@@ -44,7 +44,13 @@ Json = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresq
 
 ID: Any = {"autoincrement": True, "primary_key": True}
 AUTO = {"sqlite_autoincrement": True}  # ids are handed out, so they must never be used twice
-HOT = {**AUTO, "postgresql_with": {"fillfactor": 80}}  # leaves room for in-page updates
+# Room for in-page updates, and vacuums by a hundredth of the table: a claim walks over what was claimed since the last.
+HOT = {
+    **AUTO,
+    "postgresql_with": {
+        "fillfactor": 80, "autovacuum_vacuum_scale_factor": 0.01, "autovacuum_vacuum_threshold": 1000,
+    },
+}  # fmt: skip
 
 
 def one_of(column: str, values: Iterable[str]) -> str:
@@ -666,6 +672,7 @@ class BatchRow(Base):
             **partial(one_of("state", states.LIVE_BATCH)),
         ),
         Index("ix_batch_owned", "owner", **partial("state = 'leased'")),
+        Index("ix_batch_run", "run_id", "id"),  # a run's newest batches, however many other runs have
         AUTO,
     )
 

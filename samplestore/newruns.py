@@ -4,8 +4,10 @@ and filters that keep no group. A stored run that has them can still be opened."
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
-from samplestore import filters
+from samplestore import filters, othernames
 from samplestore.errors import InvalidSetting
 from samplestore.filters import CUSTOM, GROUP, SAMPLE, Filter
 from samplestore.states import RolloutMode, StragglerPolicy
@@ -60,6 +62,23 @@ def doubts(made: RunSettings) -> list[str]:
             f"group filters {', '.join(scored)} look at rewards, and the run has no stage that gives some: they drop "
             'every group but those of episodes that return a reward (stages=["reward"])'
         )
+    return [*told, *doubts_of_sampling(made.sampling)]
+
+
+def doubts_of_sampling(given: Mapping[str, Any]) -> list[str]:
+    """Engines gain parameters, so a name that is not known is no error here; what an engine does not know it refuses,
+    with every request."""
+    told = []
+    for name in given:
+        if name == "max_new_tokens":
+            told.append("max_new_tokens inside sampling does nothing: give it beside sampling, as max_new_tokens=N")
+        elif name not in othernames.SAMPLING:
+            close = othernames.meant(name, othernames.SAMPLING, othernames.OF_OTHER_ENGINES)
+            beside = " beside sampling" if close == "max_new_tokens" else ""
+            told.append(
+                f"sampling has {name!r}, which SGLang is not known to take: an engine that does not refuses each "
+                "request" + (f". Did you mean {close}{beside}?" if close else "")
+            )
     return told
 
 

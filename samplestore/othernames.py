@@ -30,6 +30,20 @@ TRAINER = {  # slime's, for what is no setting here but said by the trainer
     "tis_clip": "samplestore.ratios.truncated", "num_rollout": "the trainer's own loop",
 }  # fmt: skip
 
+SAMPLING = frozenset(  # what SGLang takes in sampling_params
+    """max_new_tokens min_new_tokens temperature top_p top_k min_p stop stop_token_ids stop_regex ignore_eos
+    no_stop_trim skip_special_tokens spaces_between_special_tokens n beam_width frequency_penalty presence_penalty
+    repetition_penalty logit_bias sampling_seed stream_interval custom_params json_schema regex ebnf
+    structural_tag""".split()
+)
+OF_OTHER_ENGINES = {  # the same by the names of OpenAI's interface, vLLM and transformers
+    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "max_length": "max_new_tokens",
+    "min_tokens": "min_new_tokens", "min_length": "min_new_tokens", "seed": "sampling_seed", "stop_sequences": "stop",
+    "stop_strings": "stop", "eos_token_id": "stop_token_ids", "guided_json": "json_schema", "guided_regex": "regex",
+    "guided_grammar": "ebnf",
+}  # fmt: skip
+OBJECTS = ("sampling", "reward_weights", "datasets")  # settings that are objects, and so are not given key by key
+
 
 def plain_name(name: str) -> str:
     """slime's flags are written with - or _."""
@@ -41,9 +55,25 @@ def advice(name: str, known: Iterable[str], elsewhere: dict[str, str], form: str
     if said := TRAINER.get(plain_name(name)):
         return f"{said}, in the trainer: it is no setting"
     known = list(known)
+    if said := _in_an_object(plain_name(name), known, form):
+        return f"{said}, if that is meant"
     if close := meant(name, known, elsewhere):
         return f"{form.format(close)}, if that is meant"
     return f"one of: {', '.join(known)}"
+
+
+def _in_an_object(plain: str, known: list[str], form: str) -> str | None:
+    """How `sampling.top_p`, or `top_p` alone, is given: the object, on one line."""
+    head, _, key = plain.rpartition(".")
+    if not head and (parameter := plain.removeprefix("rollout_")) in SAMPLING:
+        head, key = "sampling", parameter
+    if head not in OBJECTS or head not in known:
+        return None
+    if head == "sampling" and key in known:
+        return form.format(key)
+    if "VALUE" in form:  # of the command line, whose shell needs the quotes
+        return form.format(head).replace("VALUE", f"""'{{"{key}": VALUE}}'""")
+    return f'{head}={{"{key}": ...}}'
 
 
 def meant(name: str, known: Iterable[str], elsewhere: dict[str, str]) -> str | None:

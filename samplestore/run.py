@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from samplestore import arrays
+from samplestore import arrays, newruns
 from samplestore.arrayfiles import ArrayFiles, keep, open_files
 from samplestore.arrays import Prepared
 from samplestore.asyncbatch import batch_async
@@ -47,6 +48,11 @@ from samplestore.types import (
     StageClaim,
     WeightVersion,
     Why,
+    expect,
+    id_of,
+    ids,
+    plain_json,
+    plain_text,
     whole,
 )
 from samplestore.verbs import (
@@ -65,6 +71,8 @@ from samplestore.verbs import (
 )
 from samplestore.verbs import imports as import_verbs
 from samplestore.verbs.tx import Tx
+
+log = logging.getLogger("samplestore.run")
 
 T = TypeVar("T")
 
@@ -200,12 +208,17 @@ class Run:
     # -- samples
 
     def register(self, kind: str = "rollout", name: str | None = None, info: dict[str, Any] | None = None) -> int:
-        """A worker row for this process; its id is needed for every claim."""
-        return self.transact(lambda tx: liveness.register(tx, kind, name, info))
+        """A worker row for this process; its id is needed for every claim. info: a JSON object. Raises
+        InvalidSetting."""
+        if name is not None:
+            plain_text("name", name, 200)
+        given = plain_json("info", info or {})
+        return self.transact(lambda tx: liveness.register(tx, kind, name, given))
 
     def claim(self, worker: int, limit: int) -> list[Claim]:
-        """Take up to `limit` samples, resumable first, siblings together. Raises WorkerDead."""
-        return self.transact(lambda tx: samples.claim(tx, worker, limit))
+        """Take up to `limit` samples, resumable first, siblings together. Raises WorkerDead, UnknownWorker."""
+        most = _most(limit)
+        return self.transact(lambda tx: samples.claim(tx, worker, most))
 
     def append(
         self,
@@ -222,7 +235,7 @@ class Run:
         seq: int | None = None,
     ) -> int:
         """Store the next segment; see verbs.samples.append. `seq` defaults to the claim's next."""
-        number = claim.seq if seq is None else seq
+        number = expect(claim, Claim).seq if seq is None else seq
         n = self.transact(
             lambda tx: samples.append(
                 tx, claim, number, tokens, logprobs, version, finish_reason, kind, loss, rid, engine
@@ -284,13 +297,15 @@ class Run:
         self.transact(lambda tx: requests.end_request(tx, info))
 
     def requeue(self, sample_ids: Sequence[int], reason: str) -> int:
-        """Start samples afresh under a new incarnation; their old tokens are superseded."""
-        call = uuid.uuid4().hex
-        return self.transact(lambda tx: groups.requeue(tx, sample_ids, reason, call))
+        """Start samples afresh under a new incarnation; their old tokens are superseded. Raises NotInRun,
+        InvalidTransition, InvalidSetting."""
+        call, wanted = uuid.uuid4().hex, ids("sample_ids", sample_ids)
+        return self.transact(lambda tx: groups.requeue(tx, wanted, reason, call))
 
     def drop(self, group_ids: Sequence[int], reason: str) -> int:
-        """Drop groups; owners of their samples get LeaseLost."""
-        return self.transact(lambda tx: groups.drop(tx, group_ids, reason))
+        """Drop groups; owners of their samples get LeaseLost. Raises NotInRun, InvalidTransition, InvalidSetting."""
+        wanted = ids("group_ids", group_ids)
+        return self.transact(lambda tx: groups.drop(tx, wanted, reason))
 
     def expire(
         self, group_ids: Sequence[int] | None = None, *, max_staleness: int | None = None, reason: str | None = None
@@ -305,14 +320,18 @@ class Run:
             return self.transact(lambda tx: stale.expire_beyond(tx, window, reason))
         if not reason:
             raise InvalidSetting("reason", reason, "a few words: why")
-        return self.transact(lambda tx: groups.expire(tx, group_ids, reason))
+        wanted = ids("group_ids", group_ids)
+        return self.transact(lambda tx: groups.expire(tx, wanted, reason))
 
     # -- stages
 
     def claim_stages(self, worker: int, limit: int, names: Collection[str] | None = None) -> list[StageClaim]:
         """Take up to `limit` stages, oldest first: those called `names`, or any. Work on a whole group has its samples
-        in `members`. Raises WorkerDead."""
-        return self.transact(lambda tx: stages.claim_stages(tx, worker, limit, names))
+        in `members`. Raises WorkerDead, UnknownWorker."""
+        most = _most(limit)
+        if isinstance(names, str):
+            raise InvalidSetting("names", names, f"a list of names, also for one: [{names!r}]")
+        return self.transact(lambda tx: stages.claim_stages(tx, worker, most, names))
 
     def score(
         self, claim: StageClaim, value: float, details: dict[str, Any] | None = None, elapsed_s: float | None = None
@@ -361,7 +380,7 @@ class Run:
     # -- liveness
 
     def heartbeat(self, worker: int) -> Heartbeat:
-        """Raises WorkerDead: dead is final."""
+        """Raises WorkerDead: dead is final; UnknownWorker."""
         return self.transact(lambda tx: liveness.heartbeat(tx, worker))
 
     def goodbye(self, worker: int, error: str | None = None) -> None:
@@ -373,7 +392,8 @@ class Run:
 
     def disown(self, worker: int, held: Sequence[int], held_stages: Sequence[int] | None = None) -> int:
         """Free samples and stages that `worker` owns without knowing (the answer of a claim was lost)."""
-        return self.transact(lambda tx: liveness.disown(tx, worker, held, held_stages))
+        known = (ids("held", held), None if held_stages is None else ids("held_stages", held_stages))
+        return self.transact(lambda tx: liveness.disown(tx, worker, *known))
 
     # -- weights and control
 
@@ -414,7 +434,11 @@ class Run:
         Raises NotInRun, AbortTimeout (it stays asked for).
         """
         by = f"process {os.getpid()} on {socket.gethostname()}"
-        number, held = self.transact(lambda tx: aborts.abort_inflight(tx, reason, samples, groups, by))
+        named = (
+            None if samples is None else ids("samples", samples),
+            None if groups is None else ids("groups", groups),
+        )
+        number, held = self.transact(lambda tx: aborts.abort_inflight(tx, reason, *named, by))
         if wait_s is not None:
             self._wait_let_go(held, wait_s)
         return number
@@ -457,7 +481,7 @@ class Run:
     def replay(self, step: int, *, rank: int = 0, world: int = 1) -> Batch:
         """The committed batch of a step again, or the part of a rank: same groups, same order, same settings. Raises
         SampleStoreError if there is none, TokensPruned."""
-        return replay(self, step, rank, world)
+        return replay(self, whole("step", step), rank, world)
 
     def rewind(self, step: int) -> WeightVersion:
         """Go back to the checkpoint of `step`: groups that it has not seen are ready again, a new timeline starts,
@@ -478,12 +502,18 @@ class Run:
         """Begin to evaluate the current version on a data set of add_prompts(..., evaluation=True); its id. Workers
         serve its samples before others; they are in no batch and no window. Repeating it is harmless. See
         samplestore.verbs.evaluation.start for the options. Raises InvalidSetting."""
+        self._tell_doubts(options.get("sampling"))
         return self.transact(lambda tx: evaluation.start(tx, dataset, samples, **options))
 
     def evaluate(self, dataset: str, samples: int = 1, **options: Any) -> Evaluation:
         """start_evaluation, wait until all of it is scored, and tell pass@k, mean reward and truncated ratio. See
         samplestore.evaluations.evaluate for the options. Raises EvaluationTimeout, WorkerFailed, InvalidSetting."""
+        self._tell_doubts(options.get("sampling"))
         return evaluate(self, dataset, samples, **options)
+
+    def _tell_doubts(self, sampling: Any) -> None:
+        for doubt in newruns.doubts_of_sampling(sampling) if isinstance(sampling, Mapping) else ():
+            log.warning("run %s: %s", self.name, doubt)
 
     def evaluations(self, pass_reward: float = 1.0) -> list[Evaluation]:
         """All evaluations of the run, by data set and weight version; those that are under way too."""
@@ -498,7 +528,11 @@ class Run:
         staleness_mode: str | None = None,
         stale: str | None = None,
     ) -> Why:
-        """Why is no batch ready? Of a batch with these options, the run's settings where left out."""
+        """Why is no batch ready? Of a batch with these options, the run's settings where left out. Raises
+        InvalidSetting."""
+        for name, given in (("groups", groups), ("max_staleness", max_staleness)):
+            if given is not None:
+                whole(name, given)
         return why.why(self.database, self.id, self.settings, groups, max_staleness, staleness_mode, stale)
 
     def simulate(
@@ -512,7 +546,7 @@ class Run:
         """How far the log-probs that batch.record_logprobs stored are from those of the engines, by token, sample and
         versions behind; of the newest step that has them where `step` is left out. Raises ArrayNotStored where the step
         has none, SampleStoreError where there is no such batch, TokensPruned."""
-        return mismatch(self, step)
+        return mismatch(self, None if step is None else whole("step", step))
 
     def ledger(self, exact: bool = False) -> dict[str, Any]:
         """The token ledger; `exact` recounts it from the payloads in one snapshot."""
@@ -525,11 +559,11 @@ class Run:
 
     def routed_experts(self, sample_id: int) -> tuple[Any, Any]:
         """(experts [rows, layers, top_k], present [rows]); rows = prompt + response tokens - 1. Raises NotInRun."""
-        return experts.routed_experts(self.database, self.id, sample_id, self.array_files)
+        return experts.routed_experts(self.database, self.id, id_of("sample_id", sample_id), self.array_files)
 
     def determinism(self, sample_id: int) -> determinism.Determinism:
         """Whether the same engine gives this sample's tokens again, and why not. Raises NotInRun."""
-        return determinism.of_sample(self.database, self.id, sample_id)
+        return determinism.of_sample(self.database, self.id, id_of("sample_id", sample_id))
 
     def images(self, digests: Iterable[str]) -> dict[str, Image]:
         """Images of prompts by their digests (claim.images). Raises NotInRun."""
@@ -538,11 +572,18 @@ class Run:
     def array(self, sample_id: int, name: str) -> tuple[Any, Any]:
         """(rows [n, ...], present [n]) of a named array, n response tokens; see queries.arrays.one. Raises NotInRun,
         ArrayNotStored for a name that no sample of the run has, ArrayFileError."""
-        return named.one(self.database, self.id, sample_id, name, self.array_files)
+        return named.one(
+            self.database, self.id, id_of("sample_id", sample_id), plain_text("name", name), self.array_files
+        )
 
     def check(self) -> list[Finding]:
         """Every promise that a query can verify; an empty list is good."""
         return check.check(self.database, self.id, self.settings)
+
+
+def _most(limit: Any) -> int:
+    """Less than nothing is nothing: what is left of a bound may be below 0."""
+    return 0 if isinstance(limit, int) and limit < 0 else whole("limit", limit)
 
 
 def advance(claim: Claim, seq: int, n: int, finish_reason: str | None) -> None:

@@ -157,6 +157,8 @@ class Store:
         )  # fmt: skip
 
     def close(self) -> None:
+        """Give back what this process's trainer holds, and close all connections, for good: the store, its runs and
+        its batches raise StoreClosed from then on. Repeatable."""
         self.database.close()
 
     def __enter__(self) -> Store:

@@ -37,11 +37,12 @@ from samplestore import responses
 from samplestore.advantages import advantages
 from samplestore.arrays import EXPERTS
 from samplestore.errors import InvalidSegment, InvalidSetting, MissingExtra
-from samplestore.types import Floats, Ids
+from samplestore.types import Floats, Ids, one_of
 from samplestore.words import amount
 
 Arrays = dict[str, npt.NDArray[Any]]
 Lengths = npt.NDArray[np.int64]
+LAYOUTS = ("packed", "padded")
 PER_TOKEN: dict[str, tuple[Any, Any]] = {
     "tokens": (np.int64, 0),
     "position_ids": (np.int64, 0),
@@ -140,10 +141,9 @@ class Whole:
 
 
 def arrays(samples: Sequence[BatchSample], whole: Whole, layout: str = "packed", method: str = "grpo") -> Arrays:
-    """numpy arrays of `samples` as the module says. Raises ValueError for another layout or method, InvalidSetting for
-    samples of another batch."""
-    if layout not in ("packed", "padded"):
-        raise ValueError(f"layout={layout!r} is not 'packed' or 'padded'")
+    """numpy arrays of `samples` as the module says. Raises InvalidSetting for another layout or method, and for samples
+    of another batch."""
+    one_of("layout", layout, LAYOUTS)
     prompts = np.array([s.prompt_ids.size for s in samples], dtype=np.int64)
     answers = np.array([responses.length(s.runs) for s in samples], dtype=np.int64)
     result = _packed(samples, prompts + answers)

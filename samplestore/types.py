@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from operator import index
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from samplestore import filters, othernames, serving, states
-from samplestore.errors import InvalidSetting
-from samplestore.words import amount, which
+from samplestore.errors import InvalidSetting, UnknownWorker
+from samplestore.words import amount, did_you_mean, which
 
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -159,7 +161,7 @@ class RunSettings:
             ("weight_update", states.WeightUpdateMode),
             ("mode", states.RolloutMode),
         ):
-            _check(name, getattr(made, name), " | ".join(choices), lambda v, c=choices: v in list(c))
+            one_of(name, getattr(made, name), choices)
         for name in ("abort_all", "resume", "mask_offpolicy"):
             _check(name, getattr(made, name), "true or false", lambda v: isinstance(v, bool))
         for name in ("over_sampling_batch_size", "max_aborts", *cls.FLOW_LIMITS):
@@ -242,6 +244,22 @@ def whole(name: str, value: Any, low: int = 0, high: int = MAX_WHOLE) -> int:
     return int(value)
 
 
+def ids(name: str, value: Any) -> list[int]:
+    """`value` as a list, if it is a collection of ids: whole numbers, numpy's too. Raises InvalidSetting."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise InvalidSetting(name, value, "a list of ids, also for one: [ID]")
+    listed = list(value)
+    for one in listed:
+        if isinstance(one, bool) or not hasattr(one, "__index__") or abs(index(one)) >= 2**63:
+            raise InvalidSetting(name, one, "ids that are whole numbers, as claims and store.frame(...) tell them")
+    return [index(one) for one in listed]
+
+
+def id_of(name: str, value: Any) -> int:
+    """`value` if it is an id. Raises InvalidSetting."""
+    return ids(name, [value])[0]
+
+
 def seconds(name: str, value: Any) -> float | None:
     """`value` if it is a number of seconds, or None. Raises InvalidSetting."""
     _check(name, value, "seconds, or None to wait for ever", lambda v: v is None or _number(v))
@@ -250,8 +268,24 @@ def seconds(name: str, value: Any) -> float | None:
 
 def choice(name: str, value: Any, choices: type[Choice]) -> Choice:
     """The member of `choices` that `value` names. Raises InvalidSetting."""
-    _check(name, value, " | ".join(choices), lambda v: isinstance(v, str) and v in list(choices))
+    one_of(name, value, choices)
     return choices(value)
+
+
+def one_of(name: str, value: Any, known: Iterable[str]) -> str:
+    """`value` if it is one of these names. Raises InvalidSetting."""
+    known = [str(one) for one in known]  # of an enum, the values
+    if not isinstance(value, str) or value not in known:
+        meant = did_you_mean(value, known) if isinstance(value, str) else ""
+        raise InvalidSetting(name, value, " | ".join(known) + (f".{meant}" if meant else ""))
+    return str(value)
+
+
+def id_of_worker(value: Any) -> int:
+    """`value` if it can be the id of a worker. Raises UnknownWorker."""
+    if not _whole(value) or not 0 < value < 2**63:
+        raise UnknownWorker(value)
+    return int(value)
 
 
 def plain_text(name: str, value: Any, limit: int = 4000) -> str:
@@ -281,6 +315,14 @@ def _plain_json(value: Any) -> bool:
         return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
     except (TypeError, ValueError):
         return False
+
+
+def jsonable(name: str, value: Any) -> None:
+    """That JSON, and so both databases, hold `value`. Raises InvalidSetting."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidSetting(name, value, f"what JSON can hold: {error}") from None
 
 
 def plain_json(name: str, value: Any) -> dict[str, Any]:
@@ -406,6 +448,23 @@ class RequestInfo:
     finish_reason: str | None = None
     lost_reason: str | None = None
     spec: dict[str, Any] | None = None
+
+
+Given = TypeVar("Given")
+SOURCES: dict[type, tuple[str, str]] = {
+    Claim: ("claim", "a sample's, one of the list that this gives: run.claim(worker, limit)"),
+    StageClaim: ("claim", "a stage's, one of the list that this gives: run.claim_stages(worker, limit)"),
+    RequestInfo: ("info", "samplestore.types.RequestInfo(rid, ...)"),
+}
+
+
+def expect(value: Any, kind: type[Given]) -> Given:
+    """`value` if it is what a verb works on. Raises InvalidSetting."""
+    if isinstance(value, kind):
+        return value
+    name, source = SOURCES[kind]
+    plain = value is None or isinstance(value, int | float | str)
+    raise InvalidSetting(name, value if plain else type(value).__name__, source)
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ VIEWS = (
             "step": "trainer step that made the weights",
             "samples": "completed or truncated",
             "scored": "those with a reward",
-            "reward_mean": "",
+            "reward_mean": "one that is nearer to 0 than 1e-100 counts as 0, one beyond 1e50 as 1e50",
             "reward_std": "population standard deviation",
             "truncated_ratio": "part that ended by a length limit",
             "mean_tokens": "response tokens",

@@ -221,7 +221,7 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
         if not equals or name not in RunSettings.names():
             if equals:
                 raise InvalidSetting(
-                    "--set", pair, othernames.advice(name, RunSettings.names(), othernames.RUN, "{}=VALUE")
+                    "--set", pair, othernames.advice(name, RunSettings.names(), othernames.RUN, "--set {}=VALUE")
                 )
             raise InvalidSetting("--set", pair, "NAME=VALUE")
         try:

@@ -20,8 +20,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from samplestore import __version__
 from samplestore.cli import exits
-from samplestore.cli.common import TYPED
 from samplestore.cli.output import note
+from samplestore.cli.typed import TYPED, to_type
 from samplestore.errors import MissingExtra, SampleStoreError
 from samplestore.words import did_you_mean
 
@@ -240,12 +240,11 @@ def _report(error: Exception) -> int:
             return exits.USAGE
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "samplestore"
-        said = error.format_message().rstrip(".")
-        _tell(f"{said}{'' if said.endswith('?') else '.'} See: {path} --help")
+        _tell(f"{exits.ended(error.format_message())} See: {path} --help")
         return int(getattr(error, "exit_code", exits.USAGE))
     elif exits.is_database_error(error):
         first = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
-        _tell(f"the database said: {first.rstrip('.')}. Look further with: samplestore doctor")
+        _tell(f"the database said: {first.rstrip('.')}. Look further with: {to_type(*exits.DOCTOR)}")
     elif isinstance(error, OSError) and error.filename is not None:  # a name that was given can't be used
         place = os.fsdecode(error.filename)
         _tell(f"{place}: {error.strerror or error}. Look at it with: ls -ld {shlex.quote(place)}")

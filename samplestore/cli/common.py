@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from itertools import pairwise
 from pathlib import Path
-from shlex import join
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from samplestore.cli import exits
+from samplestore.cli.typed import to_type
 
 if TYPE_CHECKING:
     from samplestore.run import Run
@@ -136,36 +134,6 @@ def existing(store: Store, name: str | None) -> Run:
         create = to_type("add-prompts", "FILE", "--run", "NAME")
         raise exits.CommandError(f"{store.database.shown_url} has no runs yet. Create one with: {create}")
     return store.existing_run(name)
-
-
-TYPED: ContextVar[Sequence[str]] = ContextVar("typed", default=())  # the words of this command line
-
-
-def to_type(*words: str) -> str:
-    """A command to type next, on the database that this one was told with --db: one that is configured is found again
-    without."""
-    from samplestore.logs import mask
-
-    named: list[str] = []
-    for word, following in pairwise([*TYPED.get(), ""]):
-        if word == "--db":
-            named.append(following)
-        elif word.startswith("--db="):
-            named.append(word.removeprefix("--db="))
-    return mask(join(["samplestore", *words, *(["--db", named[-1]] if named else [])]))
-
-
-def again(option: str, value: str) -> str:
-    """The command that was typed, with another value of one option: what to type for the next page."""
-    from samplestore.logs import mask
-
-    words = list(TYPED.get())
-    for at in reversed(range(len(words))):
-        if words[at] == option:
-            del words[at : at + 2]
-        elif words[at].startswith(f"{option}="):
-            del words[at]
-    return mask(join(["samplestore", *words, option, value]))
 
 
 def one_name(place: str | None, option: str | None, command: str) -> str | None:

@@ -21,10 +21,10 @@ from samplestore.cli.common import (
     listed,
     opened,
     opened_run,
-    to_type,
 )
 from samplestore.cli.output import say
 from samplestore.cli.show import find_sample
+from samplestore.cli.typed import to_type
 from samplestore.errors import InvalidTransition
 from samplestore.words import amount, amount_is, which
 

@@ -14,8 +14,9 @@ import typer
 
 from samplestore import __version__
 from samplestore.cli import exits
-from samplestore.cli.common import AsJson, Db, existing_url, to_type
+from samplestore.cli.common import AsJson, Db, existing_url
 from samplestore.cli.output import emit_json, note, printable, table
+from samplestore.cli.typed import to_type
 from samplestore.words import amount, amount_is, which
 
 if TYPE_CHECKING:

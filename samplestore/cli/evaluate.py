@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from samplestore.cli import exits
-from samplestore.cli.common import AsJson, Db, RunName, opened_run, to_type
+from samplestore.cli.common import AsJson, Db, RunName, opened_run
 from samplestore.cli.output import emit_json, say, table, when
+from samplestore.cli.typed import to_type
 from samplestore.words import which
 
 if TYPE_CHECKING:

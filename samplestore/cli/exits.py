@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 
-from samplestore.errors import DatabaseMissing, SampleStoreError, SchemaMismatch, StoreBusy, UnsupportedFileSystem
+from samplestore.cli.typed import help_to_type, to_type
+from samplestore.errors import DatabaseMissing, SampleStoreError, SchemaMismatch, UnsupportedFileSystem
 
 OK = 0
 FAILED = 1
@@ -15,10 +16,13 @@ ENGINE = 4  # an engine does not answer
 CHECK = 5  # a check found something
 INTERRUPTED = 130
 
+DOCTOR = ("doctor",)  # looks at databases and engines
+
 _COMMAND = re.compile(
-    r"samplestore [a-z]|pip install|apt-get install|createdb|hf download|ps -fp|unset |ls -l|du -|df -|mkdir -p|psql"
-    r"|pg_isready|dmesg|run\.\w+\(|--\w+"
+    r"samplestore [a-z]|pip install|alembic stamp|apt-get install|createdb|hf download|ps -fp|unset |ls -l|du -|df -"
+    r"|mkdir -p|psql|pg_isready|dmesg|(?:run|batch|store|samplestore)\.\w+\(|--\w+|[Rr]epeat the command"
 )
+_SENTENCES = re.compile(r"(?<!\.)[.?] ")  # what ends with "..." goes on
 
 
 class CommandError(SampleStoreError):
@@ -54,10 +58,16 @@ def with_next_command(error: SampleStoreError) -> str:
     """The message as one paragraph that ends with the next command to type. An error that lists refused rows keeps
     one a line; line breaks in other messages may come from anywhere, and could make up lines of their own."""
     text = _joined(str(error), rows=bool(getattr(error, "rows", None)))
-    if _COMMAND.search(text.rsplit(". ", 1)[-1]):
+    if _COMMAND.search(_SENTENCES.split(text)[-1]):
         return text
-    hint = "samplestore status" if isinstance(error, StoreBusy) else "samplestore doctor"
-    return f"{text.rstrip('.')}. Look further with: {hint}"
+    if look := error.look or (DOCTOR if exit_code(error) in (DATABASE, ENGINE) else ()):
+        return f"{ended(text)} Look further with: {to_type(*look)}"
+    return f"{ended(text)} See: {help_to_type()}"
+
+
+def ended(text: str) -> str:
+    """As a sentence that another one may follow."""
+    return text if text.endswith("?") else f"{text.rstrip('.')}."
 
 
 def _joined(text: str, *, rows: bool) -> str:

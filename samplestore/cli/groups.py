@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samplestore.cli.common import AsJson, Db, RunName, again, opened_run
+from samplestore.cli.common import AsJson, Db, RunName, opened_run
 from samplestore.cli.output import emit_json, note, shown, table, when
+from samplestore.cli.typed import again
 from samplestore.states import GroupState
 
 if TYPE_CHECKING:

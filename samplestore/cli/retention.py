@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from samplestore.cli import exits
-from samplestore.cli.common import AsJson, Db, TheRun, chosen_run, database, opened, to_type
+from samplestore.cli.common import AsJson, Db, TheRun, chosen_run, database, opened
 from samplestore.cli.output import emit_json, say
+from samplestore.cli.typed import to_type
 from samplestore.words import amount, which
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from samplestore.cli import exits, tokens
-from samplestore.cli.common import AsJson, Db, RunName, existing, opened, to_type
+from samplestore.cli.common import AsJson, Db, RunName, existing, opened
 from samplestore.cli.output import emit_json, note, pairs, say, table, when
+from samplestore.cli.typed import to_type
 from samplestore.states import TAKEN, SegmentKind
 from samplestore.words import amount
 

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from samplestore.cli.common import AsJson, Db, RunName, RunPlace, one_name, opened_run, to_type
+from samplestore.cli.common import AsJson, Db, RunName, RunPlace, one_name, opened_run
 from samplestore.cli.output import emit_json, pairs, say, table
+from samplestore.cli.typed import to_type
 from samplestore.words import amount, which
 
 MOST_STEPS = 40  # rows of the table; --json has all of them

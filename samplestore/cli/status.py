@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samplestore.cli.common import AsJson, Db, RunName, existing, opened, opened_run, to_type
+from samplestore.cli.common import AsJson, Db, RunName, existing, opened, opened_run
 from samplestore.cli.output import counts, duration, emit_json, fancy, framed, pairs, say, table, when
+from samplestore.cli.typed import to_type
 from samplestore.states import StalenessMode, StalePolicy
 from samplestore.words import amount, which
 

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from samplestore.cli import exits
-from samplestore.cli.common import AsJson, Db, RunName, opened_run, to_type
+from samplestore.cli.common import AsJson, Db, RunName, opened_run
 from samplestore.cli.output import counts, emit_json, note, pairs, say, table
+from samplestore.cli.typed import to_type
 from samplestore.words import amount
 
 

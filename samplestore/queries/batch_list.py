@@ -9,6 +9,7 @@ import sqlalchemy as sa
 
 from samplestore.engine import Database
 from samplestore.models import BatchGroup, BatchRow, SampleGroup, Timeline, Worker
+from samplestore.statements.rewards import countable
 
 batch, batch_group, group, timeline, worker = (
     t.__table__ for t in (BatchRow, BatchGroup, SampleGroup, Timeline, Worker)
@@ -43,7 +44,7 @@ def page(database: Database, run_id: int, *, below: int | None = None, limit: in
             sa.select(
                 batch_group.c.batch_id, sa.func.avg(lag).label("mean"), sa.func.max(lag).label("max"),
                 sa.func.count().filter(lag.is_(None)).label("unknown"),
-                sa.func.avg(group.c.reward_mean).label("reward"),
+                sa.func.avg(countable(group.c.reward_mean)).label("reward"),
                 sa.func.count().filter(group.c.reward_std == 0).label("flat"),
             )
             .select_from(batch_group.join(group, group.c.id == batch_group.c.group_id))

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from samplestore.engine import Database
 from samplestore.models import DatasetRow, EvaluationRow, Sample, SampleGroup
+from samplestore.statements.rewards import countable
 from samplestore.states import EVALUATED, FINISHED, UNFINISHED_GROUP, Purpose, SampleStatus
 
 dataset, evaluation, group, sample = (t.__table__ for t in (DatasetRow, EvaluationRow, SampleGroup, Sample))
@@ -138,7 +139,7 @@ def _read(connection: sa.Connection, row: Any, pass_reward: float) -> Evaluation
             total(sample.c.status == SampleStatus.FAILED.value).label("failed"),
             total(finished & (sample.c.status == SampleStatus.TRUNCATED.value)).label("truncated"),
             total(ended & ~of_version).label("other"),
-            sa.func.sum(sa.case((scored, sample.c.reward))).label("rewards"),
+            sa.func.sum(sa.case((scored, countable(sample.c.reward)))).label("rewards"),
             sa.func.sum(sa.case((finished, sample.c.n_tokens))).label("tokens"),
         )
         .join(group, group.c.id == sample.c.group_id)

@@ -19,6 +19,7 @@ from samplestore.models import BatchGroup, BatchRow, EngineRow, Event, Request, 
 from samplestore.queries import stages
 from samplestore.queries.metric_names import HAPPENED, LOST, PREFIX, RECENT_GROUPS, UNDER_WAY
 from samplestore.statements import ledger, staleness
+from samplestore.statements.rewards import countable
 from samplestore.states import (
     CLAIMABLE,
     LIVE_BATCH,
@@ -146,7 +147,7 @@ def _batch(c: sa.Connection, row: Any) -> Told:
     yield "batch/tokens", last.n_tokens
     mine = c.execute(
         sa.select(sa.func.avg(batch_group.c.staleness), sa.func.max(batch_group.c.staleness),
-                  sa.func.avg(group.c.reward_mean), sa.func.avg(group.c.reward_std))
+                  sa.func.avg(countable(group.c.reward_mean)), sa.func.avg(countable(group.c.reward_std)))
         .select_from(batch_group.join(group, group.c.id == batch_group.c.group_id))
         .where(batch_group.c.batch_id == last.id)
     ).one()  # fmt: skip

@@ -3,6 +3,8 @@ and work that fails again and again. Texts for queries/why.py."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -87,27 +89,9 @@ def failing(connection: sa.Connection, run_id: int, kind: str, since: float) -> 
     return f"{times} since the last batch; the newest, {what}{f', {stage}' if stage else ''}: {shown(row.reason)}"
 
 
-def drop_reasons(connection: sa.Connection, run_id: int) -> str:
-    """The commonest reasons of the groups that were dropped last, with how many each."""
-    last = (
-        sa.select(group.c.reason)
-        .where(
-            group.c.run_id == run_id, group.c.state == GroupState.DROPPED.value, group.c.evaluation_id.is_(None)
-        )
-        .order_by(group.c.number.desc())
-        .limit(MOST)
-        .subquery()
-    )  # fmt: skip
-    times = sa.func.count()
-    rows = connection.execute(
-        sa.select(last.c.reason, times).group_by(last.c.reason).order_by(times.desc(), last.c.reason).limit(3)
-    )
-    return "; ".join(f"{shown(reason)} ({n})" for reason, n in rows)
-
-
-def refused_prompts(connection: sa.Connection, run_row: Any) -> str | None:
-    """Prompts that no engine can take, among the groups that were dropped last, and the newest reason. None where there
-    are none."""
+def dropped(connection: sa.Connection, run_row: Any) -> tuple[str, str | None]:
+    """Of the groups that were dropped last: their commonest reasons with how many each, and the prompts among them that
+    no engine can take with the newest reason (None where there are none)."""
     last = (
         sa.select(group.c.prompt_id, group.c.number, group.c.reason)
         .where(
@@ -117,20 +101,29 @@ def refused_prompts(connection: sa.Connection, run_row: Any) -> str | None:
         .limit(MOST)
         .subquery()
     )  # fmt: skip
+    refused = sa.case((last.c.reason.startswith(PROMPT_REFUSED), last.c.prompt_id)).label("refused")
     rows = connection.execute(
-        sa.select(last.c.prompt_id, last.c.number, last.c.reason)
-        .where(last.c.reason.startswith(PROMPT_REFUSED))
-        .order_by(last.c.number.desc())
-    ).fetchall()
-    n = len({row.prompt_id for row in rows})
+        sa.select(last.c.reason, refused, sa.func.count().label("n"), sa.func.max(last.c.number).label("newest"))
+        .group_by(last.c.reason, refused)
+    ).fetchall()  # fmt: skip
+    times: Counter[str] = Counter()
+    for row in rows:
+        times[str(row.reason)] += row.n
+    commonest = sorted(times.items(), key=lambda reason: (-reason[1], reason[0]))[:3]
+    told = "; ".join(f"{shown(reason)} ({n})" for reason, n in commonest)
+    return told, _refused([row for row in rows if row.refused is not None], run_row.n_prompts)
+
+
+def _refused(rows: Sequence[Any], n_prompts: int) -> str | None:
+    n = len({row.refused for row in rows})
     if n == 0:
         return None
+    newest = max(rows, key=lambda row: row.newest)
     return (
-        f"{amount(n, 'prompt')} of {run_row.n_prompts:,} {which(n, 'was', 'were')} refused, and "
+        f"{amount(n, 'prompt')} of {n_prompts:,} {which(n, 'was', 'were')} refused, and "
         f"{which(n, 'is', 'are')} not served again: no engine can take {which(n, 'it', 'them')}. The newest, of group "
-        f"{rows[0].number}: "
-        f"{shown(rows[0].reason.removeprefix(PROMPT_REFUSED))}. Once one can: samplestore requeue {rows[0].number}/0 "
-        "--reason TEXT"
+        f"{newest.newest}: {shown(newest.reason.removeprefix(PROMPT_REFUSED))}. Once one can: samplestore requeue "
+        f"{newest.newest}/0 --reason TEXT"
     )
 
 

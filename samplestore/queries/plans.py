@@ -19,7 +19,6 @@ batch, batch_group, group, prompt, sample = (
 )
 
 LOOKED_AT = 16  # of a run
-RECENT = 1000  # last batches of the database, among which one is looked for that no index finds
 # The samples of a batch: one that failed is none of them, nor is a fork that was emptied (verbs/fanout.py).
 IN_BATCH = batch_group.join(sample, sample.c.group_id == batch_group.c.group_id)
 OF_BATCH = (batch_group.c.batch_id == sa.bindparam("of_batch")) & (sample.c.status != SampleStatus.FAILED.value)
@@ -62,8 +61,8 @@ def _rows(connection: sa.Connection, batch_id: int) -> Sequence[Any]:
 
 
 def newest(connection: sa.Connection, run_id: int, step: int, timeline: int) -> Any | None:
-    """The newest batch of a step, whatever became of it, if it is one of the run's last few: no index finds those that
-    were given back, and none that is older is of use."""
+    """The newest batch of a step, whatever became of it, if it is one of the run's last few: no index finds a step's
+    that were given back, and none that is older is of use."""
     return next((row for row in _recent(connection, run_id) if (row.step, row.timeline) == (step, timeline)), None)
 
 
@@ -81,8 +80,8 @@ def newest_with(connection: sa.Connection, run_id: int, name: str) -> Any | None
 
 
 def _recent(connection: sa.Connection, run_id: int) -> Sequence[Any]:
-    query = sa.select(batch).where(batch.c.run_id == run_id, batch.c.id > last(connection) - RECENT)
-    return connection.execute(query.order_by(batch.c.id.desc()).limit(LOOKED_AT)).fetchall()
+    query = sa.select(batch).where(batch.c.run_id == run_id).order_by(batch.c.id.desc()).limit(LOOKED_AT)
+    return connection.execute(query).fetchall()
 
 
 def last(connection: sa.Connection) -> int:

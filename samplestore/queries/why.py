@@ -93,6 +93,7 @@ def _tally(connection: sa.Connection, among: Any, where: Any, **parts: Any) -> d
 def _facts(connection: sa.Connection, run_id: int, settings: RunSettings) -> dict[str, Any]:
     row = connection.execute(sa.select(run).where(run.c.id == run_id)).one()
     since = obstacles.last_batch_at(connection, row)
+    drop_reasons, refused_prompts = obstacles.dropped(connection, row)
     served, fails = False, None
     try:
         served = serving.exhausted(connection, row, settings)
@@ -112,8 +113,8 @@ def _facts(connection: sa.Connection, run_id: int, settings: RunSettings) -> dic
         "generated": bool(
             connection.execute(sa.select(sa.exists().where(ledger.c.run_id == run_id, ledger.c.amount > 0))).scalar()
         ),
-        "drop_reasons": obstacles.drop_reasons(connection, run_id),
-        "refused_prompts": obstacles.refused_prompts(connection, row),
+        "drop_reasons": drop_reasons,
+        "refused_prompts": refused_prompts,
         "left_behind": obstacles.left_behind(connection, row),
         "failing_samples": obstacles.failing(connection, run_id, "fail", since),
         "failing_stages": obstacles.failing(connection, run_id, "stage_failed", since),

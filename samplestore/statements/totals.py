@@ -7,7 +7,8 @@ row of its worker's, and whoever reads sums over workers, as with the token ledg
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import sqlalchemy as sa
@@ -23,7 +24,7 @@ of_requests, of_events = RequestTotal.__table__, EventTotal.__table__
 REASONED = ("abort", "release", "reap")
 MAX_REASON = 200  # characters of a reason that tell it from others
 # Reasons are free text: of a run's kind of events, and of its lost tokens, so many are told apart. What comes with
-# another one later is counted under OTHER.
+# another one later is counted under OTHER. A recount knows them all, and tells those with the most apart.
 MAX_REASONS, OTHER = 50, "other"
 
 
@@ -98,6 +99,17 @@ def by_reason(rows: Iterable[Any]) -> dict[str, Amounts]:
         told[""] = told.get("", Amounts()).plus(begun)
         told[row.reason] = told.get(row.reason, Amounts()).plus(amounts).plus(begun, -1)
     return {reason: amounts for reason, amounts in told.items() if any(amounts)}
+
+
+def names(amounts: Mapping[tuple[str, str], int], anew: bool) -> dict[tuple[str, str], str]:
+    """Under which name each (kind, reason) is counted: its own, as far as there is room when it is written. Where a
+    kind's are all counted at once, `anew`, the room goes to those with the most, of equals the first by name."""
+    made, told = {}, Counter[str]()
+    for kind, reason in sorted(amounts, key=lambda key: (-amounts[key], key)):
+        free = reason in ("", OTHER)
+        made[kind, reason] = reason if free or not anew or told[kind] < MAX_REASONS else OTHER
+        told[kind] += not free
+    return made
 
 
 def kept_requests(run_id: int) -> sa.Select[Any]:

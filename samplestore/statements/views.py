@@ -21,6 +21,7 @@ from samplestore.models import (
     WeightVersionRow,
 )
 from samplestore.statements import staleness
+from samplestore.statements.rewards import countable
 from samplestore.states import FINISHED, GroupState, SampleStatus, StalenessMode
 from samplestore.types import UNKNOWN_VERSION, RunSettings
 
@@ -175,14 +176,10 @@ def abort_causes() -> sa.Select[Any]:
 
 
 def version_rewards() -> sa.Select[Any]:
-    by = (run.c.id, run.c.name, sample.c.version_max, version.c.step)
-    return (
+    ended = (
         sa.select(
             run.c.id.label("run_id"), run.c.name.label("run"), sample.c.version_max.label("version"), version.c.step,
-            sa.func.count().label("samples"), sa.func.count(sample.c.reward).label("scored"),
-            _mean(sample.c.reward).label("reward_mean"), _deviation(sample.c.reward).label("reward_std"),
-            _share(sample.c.status == SampleStatus.TRUNCATED.value).label("truncated_ratio"),
-            _mean(sample.c.n_tokens).label("mean_tokens"),
+            sample.c.status, sample.c.n_tokens, countable(sample.c.reward).label("reward"),
         )
         .select_from(
             sample.join(run, run.c.id == sample.c.run_id)
@@ -190,8 +187,16 @@ def version_rewards() -> sa.Select[Any]:
             .outerjoin(version, (version.c.run_id == sample.c.run_id) & (version.c.version == sample.c.version_max))
         )
         .where(ENDED, group.c.evaluation_id.is_(None))
-        .group_by(*by)
+        .subquery("ended")
     )  # fmt: skip
+    by = [ended.c[name] for name in ("run_id", "run", "version", "step")]
+    return sa.select(
+        *by,
+        sa.func.count().label("samples"), sa.func.count(ended.c.reward).label("scored"),
+        _mean(ended.c.reward).label("reward_mean"), _deviation(ended.c.reward).label("reward_std"),
+        _share(ended.c.status == SampleStatus.TRUNCATED.value).label("truncated_ratio"),
+        _mean(ended.c.n_tokens).label("mean_tokens"),
+    ).group_by(*by)  # fmt: skip
 
 
 def batch_steps() -> sa.Select[Any]:
@@ -207,7 +212,7 @@ def batch_steps() -> sa.Select[Any]:
         batch.c.step, batch.c.state, batch.c.current_version, batch.c.n_groups, batch.c.n_samples, batch.c.n_tokens,
         of_groups(sa.func.max(batch_group.c.staleness)).label("staleness_max"),
         of_groups(_mean(batch_group.c.staleness)).label("staleness_mean"),
-        of_samples(_mean(sample.c.reward)).label("reward_mean"),
+        of_samples(_mean(countable(sample.c.reward))).label("reward_mean"),
         of_samples(_share(sample.c.status == SampleStatus.TRUNCATED.value)).label("truncated_ratio"),
         batch.c.created_at, batch.c.settled_at,
     ).select_from(batch.join(run, run.c.id == batch.c.run_id))  # fmt: skip

@@ -12,7 +12,7 @@ from samplestore import codec, filters
 from samplestore.errors import InvalidSetting
 from samplestore.models import Sample
 from samplestore.states import GroupState
-from samplestore.types import StageClaim
+from samplestore.types import StageClaim, expect
 from samplestore.verbs import groups, stages
 from samplestore.verbs.tx import Tx
 
@@ -37,7 +37,7 @@ def filter_group(
               Samples that are not named are in the loss, whatever an earlier filter said of them
     Raises LeaseLost, InvalidSetting for a claim that is none of filters, or samples that are none of the group's.
     """
-    if claim.name != filters.STAGE:
+    if expect(claim, StageClaim).name != filters.STAGE:
         raise InvalidSetting("claim", claim.name, f"the stage {filters.STAGE!r}")
     out = {id: _reason(why) for id, why in (removed or {}).items()}
     ours = {member.sample_id for member in claim.members}

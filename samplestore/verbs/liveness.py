@@ -17,13 +17,18 @@ from samplestore.models import BatchRow, EngineRow, Request, Run, Sample, Stage,
 from samplestore.statements import samples as st
 from samplestore.statements.totals import Amounts
 from samplestore.states import BatchState, Fate, StageStatus, WorkerKind, WorkerState
-from samplestore.types import Heartbeat, Reaped, choice
+from samplestore.types import Heartbeat, Reaped, choice, id_of_worker
 from samplestore.verbs import batches, deadlines, deaths, groups, samples
 from samplestore.verbs.tx import SHARED, Tx
 
 run, worker, sample, stage, batch, engine, request = (
     t.__table__ for t in (Run, Worker, Sample, Stage, BatchRow, EngineRow, Request)
 )
+
+# Written out, and expressions have no index: so SQLite finds what is leased by ix_batch_owned. Given the choice it
+# takes an index that starts with the run, and reads all batches that it ever had.
+LEASED = batch.c.state == sa.literal_column(repr(BatchState.LEASED.value))
+NOTHING = sa.literal_column("0", sa.BigInteger)
 
 
 def register(tx: Tx, kind: str, name: str | None = None, info: dict[str, Any] | None = None) -> int:
@@ -43,10 +48,11 @@ def register(tx: Tx, kind: str, name: str | None = None, info: dict[str, Any] | 
 
 
 def heartbeat(tx: Tx, worker_id: int) -> Heartbeat:
-    """Say that a worker lives, and learn what it must follow. Raises WorkerDead: dead is final."""
+    """Say that a worker lives, and learn what it must follow. Raises WorkerDead: dead is final; UnknownWorker."""
     if tx.connection.dialect.name == "postgresql":
         # A lost heartbeat costs nothing, so it need not wait for the disk. Nothing else may do this.
         tx.execute(sa.text("SET LOCAL synchronous_commit = off"))
+    id_of_worker(worker_id)
     late = tx.execute(
         sa.select(worker.c.heartbeat < db_now() - worker.c.ttl_s).where(worker.c.id == worker_id)
     ).scalar()
@@ -56,6 +62,7 @@ def heartbeat(tx: Tx, worker_id: int) -> Heartbeat:
         .values(heartbeat=db_now())
     ).rowcount
     if beaten != 1:
+        tx.state_of(worker_id)
         raise WorkerDead(worker_id)
     row = tx.execute(sa.select(run).where(run.c.id == tx.run_id)).one()
     revision = tx.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() or REVISION
@@ -64,6 +71,7 @@ def heartbeat(tx: Tx, worker_id: int) -> Heartbeat:
 
 def goodbye(tx: Tx, worker_id: int, error: str | None = None) -> None:
     """A worker leaves. What it still holds is freed; a fatal `error` reaches waiting trainers."""
+    id_of_worker(worker_id)
     said = None if error is None else codec.clean_text(error)
     tx.execute(
         sa.update(worker)
@@ -84,7 +92,7 @@ def reap(tx: Tx, reaper_id: int | None = None) -> Reaped:
     nothing = Reaped([], 0, 0, 0, 0, 0)
     fresh = worker.c.heartbeat >= db_now() - worker.c.ttl_s
     if reaper_id is not None:
-        me = (worker.c.id == reaper_id) & (worker.c.state == WorkerState.LIVE.value) & fresh
+        me = (worker.c.id == id_of_worker(reaper_id)) & (worker.c.state == WorkerState.LIVE.value) & fresh
         if tx.execute(sa.select(worker.c.id).where(me)).scalar() is None:
             return nothing
     _clock_set_back(tx)
@@ -148,8 +156,8 @@ def _free(tx: Tx, stuck: sa.ColumnElement[bool], reason: str) -> tuple[int, int,
     stages: the lock order."""
     held = tx.rows(
         sa.select(batch.c.id)
-        .where(batch.c.run_id == tx.run_id, batch.c.state == BatchState.LEASED.value, _gone(batch.c.owner))
-        .order_by(batch.c.id)
+        .where(LEASED, batch.c.run_id + NOTHING == tx.run_id, _gone(batch.c.owner))
+        .order_by(batch.c.id + NOTHING)
         .with_for_update(skip_locked=True, key_share=True)
     )
     for row in held:
@@ -214,7 +222,9 @@ def _free_samples(tx: Tx, stuck: sa.ColumnElement[bool], reason: str, suspects: 
 
 def disown(tx: Tx, worker_id: int, held: Sequence[int], held_stages: Sequence[int] | None = None) -> int:
     """Free samples and stages that this worker owns without knowing: a claim that was committed, its answer lost.
-    `held`, `held_stages`: the ids that it does know (None: leave stages alone). Returns how many were freed."""
+    `held`, `held_stages`: the ids that it does know (None: leave stages alone). Returns how many were freed.
+    Raises UnknownWorker."""
+    tx.state_of(worker_id)
     strays = tx.rows(
         sa.select(sample.c.id)
         .where(sample.c.owner == worker_id, sample.c.id.not_in(list(held)))

@@ -10,7 +10,7 @@ from samplestore import codec
 from samplestore.statements import requests as rq
 from samplestore.statements import samples as st
 from samplestore.statements.totals import MAX_REASON, Amounts
-from samplestore.types import Claim, RequestInfo, whole
+from samplestore.types import Claim, RequestInfo, expect, whole
 from samplestore.verbs import samples
 from samplestore.verbs.tx import SHARED, Call, Contested, Tx
 
@@ -93,6 +93,7 @@ def end_many(tx: Tx, calls: Sequence[Call]) -> list[None]:
 
 
 def _told(tx: Tx, info: RequestInfo) -> dict[str, Any]:
+    expect(info, RequestInfo)
     for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "retractions"):
         if (value := getattr(info, name)) is not None:
             whole(name, value)

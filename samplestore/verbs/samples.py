@@ -17,7 +17,7 @@ from samplestore.statements import appends as ap
 from samplestore.statements import requests as rq
 from samplestore.statements import samples as st
 from samplestore.states import CLAIMABLE, FINISHED, Fate, SampleStatus, SegmentKind
-from samplestore.types import Claim, StageClaim, choice, whole
+from samplestore.types import Claim, StageClaim, choice, expect, whole
 from samplestore.verbs import flow, groups, restarts, rollouts, sampling, stages
 from samplestore.verbs.arrays import store as store_array
 from samplestore.verbs.tx import Call, Contested, Tx
@@ -177,6 +177,7 @@ def _segment(
     engine: str | None = None,
     abort_reason: str = "engine",
 ) -> _Segment:
+    expect(claim, Claim)
     kind = GENERATED if kind == GENERATED else choice("kind", kind, SegmentKind).value
     generated = kind == GENERATED
     seq = whole("seq", seq)

@@ -23,7 +23,7 @@ from samplestore.errors import InvalidSetting, LeaseLost
 from samplestore.models import Sample, Stage
 from samplestore.statements import samples as st
 from samplestore.states import GroupState, SampleStatus, StageStatus
-from samplestore.types import Claim, Ids, Member, StageClaim
+from samplestore.types import Claim, Ids, Member, StageClaim, expect, jsonable
 from samplestore.verbs import groups, rollouts
 from samplestore.verbs.arrays import holds as holds_array
 from samplestore.verbs.arrays import store as store_array
@@ -169,7 +169,7 @@ def unparsed(
     """A judge has answered, and nothing could be read from it (`said`). The stage is settled without a value and is not
     tried again. The sample then has no reward, unless the stage weighs 0: it is left out of its group's mean and of its
     advantages, and is never counted as 0. Of a group: for all its samples. Raises LeaseLost."""
-    if claim.members:
+    if expect(claim, StageClaim).members:
         score_group(tx, claim, [None] * len(claim.members), {**(details or {}), "said": said}, elapsed_s)
     elif settle(tx, claim, UNPARSED, None, details, elapsed_s, said):
         _reward(tx, [claim.sample_id])
@@ -249,8 +249,7 @@ def _stored_values(tx: Tx, claim: StageClaim, numbers: Sequence[float | None]) -
 
 
 def _require(claim: StageClaim, of_group: bool) -> None:
-    if not isinstance(claim, StageClaim):
-        raise InvalidSetting("claim", type(claim).__name__, "a stage, which run.claim_stages(worker, limit) gives")
+    expect(claim, StageClaim)
     if bool(claim.members) != of_group:
         verb = "score_group" if claim.members else "score"
         raise InvalidSetting("claim", claim.name, f"{verb} for this stage: it is work on a {_what(claim)}")
@@ -265,7 +264,8 @@ def settle(
     said: str | None = None,
 ) -> bool:  # fmt: skip
     """Settle a stage; False where this very write was made before. Raises LeaseLost."""
-    tx.as_owner_of(claim)
+    tx.as_owner_of(claim, StageClaim)
+    jsonable("details", details)
     tx.lock_groups([claim.group_id])
     error = None if said is None else codec.clean_text(said)
     changed = tx.execute(
@@ -313,7 +313,7 @@ def fail_stage(
     error kept: never a reward of 0. A group whose stage fails so is dropped. Returns the stage's new status."""
     if outcome not in (VERIFIER_ERROR, VERIFIER_TIMEOUT):
         raise InvalidSetting("outcome", outcome, f"{VERIFIER_ERROR} | {VERIFIER_TIMEOUT}")
-    tx.as_owner_of(claim)
+    tx.as_owner_of(claim, StageClaim)
     tx.lock_groups([claim.group_id])
     failures = tx.execute(sa.select(stage.c.failures).where(stage.c.id == claim.stage_id)).scalar_one()
     last = failures + 1 >= tx.settings.max_attempts
@@ -357,6 +357,7 @@ def _fail_sample(tx: Tx, claim: StageClaim, error: str) -> None:
 
 def release_stage(tx: Tx, claim: StageClaim) -> None:
     """Give a stage back undone. No failure is counted."""
+    tx.as_owner_of(claim, StageClaim)
     changed = tx.execute(
         sa.update(stage).where(st.STAGE_FENCE).values(let_go=stage.c.attempt, **st.STAGE_LET_GO), _fence(claim)
     ).rowcount

@@ -22,12 +22,15 @@ import pytest
 import sqlalchemy as sa
 
 import samplestore
-from samplestore import errors
+from samplestore import errors, prompts
 from samplestore.cli import app, exits
 from samplestore.cli.common import complete_run
 from samplestore.cli.output import printable
+from samplestore.cli.typed import TYPED
+from samplestore.copies import copying
 from samplestore.migrations import REVISION
 from samplestore.models import EngineRow
+from samplestore.workers.replies import EngineError
 from tests.cli.conftest import HOSTILE, Cli, Small
 from tests.support.processes import Processes, free_port
 
@@ -317,8 +320,41 @@ def test_debug_shows_the_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
 def test_every_error_is_one_paragraph_that_ends_with_a_command(error: errors.SampleStoreError) -> None:
     text = exits.with_next_command(error)
     assert "\n" not in text, "only errors that list rows have lines"
-    assert re.search(r"samplestore [a-z]|pip install|ps -fp", text.rsplit(". ", 1)[-1])
+    assert re.search(r"samplestore (--help|[a-z])|pip install|ps -fp", text.rsplit(". ", 1)[-1])
     assert text.count("Look further with") <= 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "error", "end"),
+    [
+        ("export --to x", errors.InvalidSetting("format", "x", "a | b"), "use a | b. See: samplestore export --help"),
+        ("export", errors.InvalidSetting("format", "x", "a. Did you mean 'a'?"), "'a'? See: samplestore export --help"),
+        ("--debug eval x", errors.SampleStoreError("no"), "no. See: samplestore eval --help"),
+        ("engines list", EngineError("busy", "full"), "full. Look further with: samplestore doctor"),
+        ("eval --db a.db", errors.WorkerFailed(3, "w", "no"), "no. Look further with: samplestore tail --db a.db"),
+        ("eval", errors.EvaluationTimeout(3, 60.0, 7, "no worker"), "see it with: samplestore eval --list"),
+        ("drop 1", errors.InvalidTransition("group", 1, "leased", "drop", "open"), "with: samplestore groups"),
+        ("runs", errors.BatchTimeout(1.0, "none"), "none. Look further with: samplestore why"),
+        ("worker", errors.LeaseLost("sample", 4, 1, 9, 2), "with: samplestore show 4"),
+        ("runs", errors.ReadTooLong(300.0), "with store.session() as session: ..."),
+        ("runs", errors.WorkerDead(3), "register again: run.register(kind, name)"),
+        ("runs", errors.StoreClosed("/a.db"), "Open it again: samplestore.open('/a.db')"),
+        ("fork", copying.SourceMoved("x", "went on"), "Repeat the command: it begins anew"),
+        ("add-prompts f", prompts.TokenizerNeeded("a.jsonl", 3), "(tokenizer=... in Python)"),
+        ("status", errors.DatabaseUnusable("/a", "is odd", "Look at it"), "samplestore doctor"),
+    ],
+    ids=lambda given: type(given).__name__ if isinstance(given, Exception) else "",
+)  # fmt: skip
+def test_a_message_without_a_next_step_ends_with_what_can_help(
+    typed: str, error: errors.SampleStoreError, end: str
+) -> None:
+    """Of databases and engines the doctor; of what was typed the help of its command."""
+    token = TYPED.set(typed.split())
+    try:
+        told = exits.with_next_command(error)
+    finally:
+        TYPED.reset(token)
+    assert told.endswith(end) and told.count("ith: samplestore") <= 1, told
 
 
 def test_a_bug_is_not_hidden(cli: Cli, small: Small, monkeypatch: pytest.MonkeyPatch) -> None:

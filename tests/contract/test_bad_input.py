@@ -20,9 +20,15 @@ from samplestore.errors import (
     NotInRun,
     RunNotFound,
     SampleStoreError,
+    StoreClosed,
+    UnknownWorker,
     WorkerDead,
 )
+from samplestore.heart import Heart
+from samplestore.run import Run
 from samplestore.types import RequestInfo
+from samplestore.verbs import episodes, samples, stages
+from samplestore.writer import Writer
 
 from ..support import factory as f
 
@@ -60,6 +66,169 @@ def test_a_claim_put_together_by_hand_is_refused(store: Store) -> None:
     with pytest.raises(NotInRun):
         run.finish(dataclasses.replace(first, group_id=last.group_id))
     f.sound(run)
+
+
+NO_CLAIMS: list[Any] = [5, None, "x", [], {"sample_id": 1}, RequestInfo(rid="r")]
+ON_SAMPLES = {
+    "append": ([1], [-0.1], 0), "finish": (), "release": ("why",), "fail": ("why",), "begin_request": ("rid",),
+    "attach": ("x", np.zeros(1)),
+}  # fmt: skip
+ON_STAGES = {
+    "score": (1.0,), "score_group": ([1.0],), "unparsed": ("what",), "complete_stage": (), "fail_stage": ("why",),
+    "filter_group": (), "release_stage": (),
+}  # fmt: skip
+
+
+def staged(store: Store) -> tuple[Run, Any, Any]:
+    """A run, a claim of a sample, and one of a stage."""
+    run = f.make_run(store, stages=["reward"])
+    worker = f.register(run)
+    claim, other = run.claim(worker, 2)
+    f.answer(run, other)
+    return run, claim, run.claim_stages(worker, 1)[0]
+
+
+def test_what_is_no_claim_is_told_where_claims_come_from(store: Store) -> None:
+    run, claim, stage = staged(store)
+    for verbs, wrong, source in (
+        (ON_SAMPLES, stage, r"run\.claim\(worker, limit\)"),
+        (ON_STAGES, claim, r"run\.claim_stages\(worker, limit\)"),
+    ):
+        for verb, args in verbs.items():
+            for given in [*NO_CLAIMS, wrong, [claim, stage]]:
+                shown = repr(given if isinstance(given, int | str | None) else type(given).__name__)
+                with pytest.raises(InvalidSetting, match=source) as caught:
+                    getattr(run, verb)(given, *args)
+                assert f"claim={shown} " in str(caught.value), (verb, given)
+    with pytest.raises(InvalidSetting, match="RequestInfo"):
+        run.end_request(claim)
+    f.sound(run)
+
+
+@pytest.mark.parametrize(
+    ("verb", "args"),
+    [
+        (samples.append, (0, [1], [-0.1], 0)), (samples.finish, ()), (samples.release, ("why",)),
+        (samples.note_abort, ("why",)), (episodes.touch, ()), (stages.release_stage, ()), (stages.score, (1.0,)),
+    ],
+)  # fmt: skip
+def test_what_is_no_claim_fails_alone_in_a_commit_with_others(store: Store, verb: Any, args: tuple[Any, ...]) -> None:
+    run, claim, _ = staged(store)
+    writer = Writer(run)
+    asked = [writer.submit(verb, given, *args) for given in NO_CLAIMS]
+    good = writer.submit(samples.append, claim, 0, [1], [-0.1], 0)
+    writer.close()
+    assert good.result() == 1
+    assert {type(one.exception()) for one in asked} == {InvalidSetting}
+    f.sound(run)
+
+
+def test_a_stage_of_another_run_is_not_given_back(store: Store) -> None:
+    run, _, stage = staged(store)
+    with pytest.raises(NotInRun):
+        f.make_run(store, name="other").release_stage(stage)
+    run.score(stage, 1.0)
+
+
+def test_a_worker_that_there_is_none_of_is_not_called_dead(store: Store) -> None:
+    run, other = f.make_run(store), f.make_run(store, name="other")
+    run.register(name="w")
+    of_other = other.register()
+    verbs: list[Any] = [
+        lambda given: run.claim(given, 1), lambda given: run.claim_stages(given, 1), run.heartbeat,
+        lambda given: run.disown(given, []),
+    ]  # fmt: skip
+    for given in ("w", None, 1.5, True, 0, -1, 2**70, 10**6, of_other):
+        for verb in verbs:
+            with pytest.raises(UnknownWorker, match=r"no worker .*run\.register\(") as caught:
+                verb(given)
+            assert "dead" not in str(caught.value) and repr(given) in str(caught.value)
+    for given in ("w", 1.5, True, 2**70):
+        for verb in (run.goodbye, run.reap):
+            with pytest.raises(UnknownWorker):
+                verb(given)
+    mine = run.register()
+    f.kill(run, mine)
+    run.reap()
+    with pytest.raises(WorkerDead, match="declared dead") as dead:
+        run.claim(mine, 1)
+    assert not isinstance(dead.value, UnknownWorker)
+
+
+def test_a_closed_store_says_so(store: Store) -> None:
+    run, other = f.make_run(store), Store(store.database)
+    claim = run.claim(f.register(run), 1)[0]
+    heart = Heart(run, claim.owner, interval_s=0.01)
+    store.database.close_connections()  # which is another thing
+    f.add(run, claim)
+    with store.session() as session:
+        session.connection()
+    store.close()
+    store.close()
+    attacks: list[Any] = [
+        store.run_names, other.run_names, lambda: store.run("r"), lambda: store.run("new"), lambda: store.frame("runs"),
+        lambda: f.add(run, claim), lambda: run.finish(claim), run.register, run.why,
+        run.check, lambda: run.current_version, lambda: run.batch(1, timeout=0.0), lambda: run.publish_weights(step=1),
+        lambda: look(store),
+    ]  # fmt: skip
+    for attack in attacks:
+        with pytest.raises(StoreClosed, match=r"is closed.*samplestore\.open\(") as caught:
+            attack()
+        assert repr(store.database.shown_url) in str(caught.value)
+    heart._thread.join(30)
+    assert not heart._thread.is_alive(), "nobody is there to hear it"
+    heart.leave()
+
+
+def test_what_are_no_ids_is_refused(store: Store) -> None:
+    run = f.make_run(store)
+    worker = run.register()
+    several: list[Any] = [
+        lambda given: run.requeue(given, "why"), lambda given: run.drop(given, "why"),
+        lambda given: run.expire(given, reason="why"), lambda given: run.abort_inflight("why", samples=given),
+        lambda given: run.abort_inflight("why", groups=given), lambda given: run.disown(worker, given),
+    ]  # fmt: skip
+    one: list[Any] = [run.determinism, run.routed_experts, lambda given: run.array(given, "x"), run.replay]
+    bad: list[Any] = ["12", "x", 1.5, {"a": 1}, b"x"]
+    for verbs, wrong in (
+        (several, [*bad, 5, ["x"], [1.5], [None], [True], [2**70]]),
+        (one, [*bad, None, True, 2**70, [1]]),
+    ):
+        for verb in verbs:
+            for given in wrong:
+                with pytest.raises(InvalidSetting):
+                    verb(given)
+    f.sound(run)
+
+
+def test_numpys_ids_are_ids(store: Store) -> None:
+    run = f.make_run(store)
+    claim = run.claim(f.register(run), 1)[0]
+    f.answer(run, claim)
+    assert run.requeue(np.array([claim.sample_id]), "why") == 1
+    assert run.drop(np.array([claim.group_id]), "why") == 1
+
+
+def test_what_a_worker_or_a_stage_tells_must_be_json(store: Store) -> None:
+    """Nobody could read it again, or no status be made of it."""
+    run, _, stage = staged(store)
+    for attack in (
+        lambda: run.register(info="x"), lambda: run.register(info={"a": np.ones(1)}), lambda: run.register(name=5),
+        lambda: run.score(stage, 1.0, {"a": np.float32(1)}), lambda: run.score(stage, 1.0, {"a": float("nan")}),
+        lambda: run.unparsed(stage, "x", {"a": b"x"}), lambda: run.complete_stage(stage, {"a": {1, 2}}),
+        lambda: run.claim(run.register(), "x"), lambda: run.claim(run.register(), 1.5),
+        lambda: run.claim_stages(run.register(), None), lambda: run.claim_stages(run.register(), 1, "reward"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidSetting):
+            attack()
+    run.score(stage, 1.0, {"a": [1, None, "x"]})
+    assert run.why() and run.metrics()
+    f.sound(run)
+
+
+def look(store: Store) -> None:
+    with store.session() as session:
+        session.connection()
 
 
 def test_finishing_again_with_another_status_is_no_repetition(store: Store) -> None:

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from samplestore import Store
+from samplestore.cli.add_prompts import parse_settings
 from samplestore.errors import InvalidSetting
+from samplestore.slime import rollout as slime_rollout
+from samplestore.workers import generation, routers
+from samplestore.workers.cpu_engine import params
 
 from ..support import factory as f
 
@@ -61,6 +65,41 @@ def test_what_is_hardly_meant_is_said_once(store: Store, caplog: pytest.LogCaptu
     assert "no stage that gives some" in unscored
 
 
+def test_what_sglang_does_not_know_is_told_with_what_is_meant(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """And taken: engines gain names."""
+    odd = {"temprature": 0.5, "max_tokens": 9, "max_new_tokens": 9, "top-p": 0.9, "new_in_2030": 1, "seed": 3}
+    said = [
+        "Did you mean temperature?", "Did you mean max_new_tokens beside sampling?", "give it beside sampling",
+        "Did you mean top_p?", "SGLang is not known to take", "Did you mean sampling_seed?",
+    ]  # fmt: skip
+    with caplog.at_level(logging.WARNING, "samplestore"):
+        run = store.run("r", sampling=odd)
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == len(said) and all(part in text for part, text in zip(said, told, strict=True)), told
+        assert run.settings.sampling == odd and "Did you mean" not in told[4]
+        caplog.clear()
+        run.add_prompts([{"prompt_ids": [1]}], dataset="test", evaluation=True)
+        run.start_evaluation("test", sampling={"temprature": 0.0})
+        with pytest.raises(InvalidSetting):
+            run.start_evaluation("test", sampling="temprature")
+    (told_again,) = caplog.records
+    assert "Did you mean temperature?" in told_again.getMessage()
+
+
+def test_nothing_is_said_of_what_is_sent_anywhere_here(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    known = {
+        *params._KNOWN,
+        *params._NEUTRAL,
+        *routers.PASSES_SAMPLING,
+        *routers.MORE_SAMPLING,
+        *slime_rollout.SAMPLING,
+    }
+    known |= {*generation.GRAMMARS, *generation.PER_REQUEST}
+    with caplog.at_level(logging.WARNING, "samplestore"):
+        store.run("r", sampling=dict.fromkeys(sorted(known - {"max_new_tokens"}), 1))
+    assert not caplog.records
+
+
 def test_a_stored_run_that_would_be_refused_today_is_still_opened(store: Store) -> None:
     run = f.make_run(store)
     settings = json.dumps({**run.settings.as_json(), "over_sampling_batch_size": 4})
@@ -78,6 +117,26 @@ def test_a_stored_run_that_would_be_refused_today_is_still_opened(store: Store) 
 def test_names_of_slime_and_typing_errors_are_understood(store: Store, given: str, ours: str) -> None:
     with pytest.raises(InvalidSetting, match=f"use {ours}, if that is meant"):
         store.run("r", **{given: 4})
+
+
+@pytest.mark.parametrize(
+    ("given", "python", "typed"),
+    [
+        ("sampling.temperature", 'sampling={"temperature": ...}', """sampling='{"temperature": VALUE}'"""),
+        ("top_p", 'sampling={"top_p": ...}', """sampling='{"top_p": VALUE}'"""),
+        ("rollout_temperature", 'sampling={"temperature": ...}', """sampling='{"temperature": VALUE}'"""),
+        ("sampling.max_new_tokens", "max_new_tokens", "max_new_tokens=VALUE"),
+        ("reward_weights.format", 'reward_weights={"format": ...}', """reward_weights='{"format": VALUE}'"""),
+        ("samplign", "sampling", "sampling=VALUE"),
+    ],
+)
+def test_what_is_part_of_an_object_is_given_with_it(store: Store, given: str, python: str, typed: str) -> None:
+    with pytest.raises(InvalidSetting) as caught:
+        store.run("r", **{given: 1.0})
+    assert f"; use {python}, if that is meant" in str(caught.value)
+    with pytest.raises(InvalidSetting) as caught:
+        parse_settings([f"{given}=1"])
+    assert f"--set='{given}=1' is not allowed; use --set {typed}, if that is meant" in str(caught.value)
 
 
 @pytest.mark.parametrize(

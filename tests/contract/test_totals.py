@@ -167,8 +167,14 @@ def test_reasons_that_are_all_different_do_not_make_the_totals_grow(run: Run) ->
         assert lost[OTHER] == 20 and len(lost) == MAX_REASONS + 1 and sum(lost.values()) == 2 * (MAX_REASONS + 10)
         f.sound(run)
         run.transact(lambda tx: f.liveness.goodbye(tx, worker))
+    f.execute(run, "UPDATE request SET lost_tokens = 9, generated_tokens = 10 WHERE rid IN ('rid 58', 'rid 59')")
     run.transact(recount)
     f.sound(run)
+    # Counted at once, those with the most have their names, and of equals the first by name.
+    assert of("release")["usual"] == 2 and of("release")["free text 0"] == 2 and "free text 9" not in of("release")
+    assert of("release")[OTHER] == 10 + 1 and len(of("release")) == len(of("abort")) == MAX_REASONS + 1
+    lost = run.ledger()["requests"]["lost_by_reason"]
+    assert lost["refused: 58"] == lost["refused: 59"] == 9 and lost[OTHER] == 20 and len(lost) == MAX_REASONS + 1
     f.execute(run, "UPDATE event_total SET n = n + 1 WHERE kind = 'abort' AND reason = :r", r=OTHER)
     f.execute(run, "UPDATE request_total SET lost = lost + 1 WHERE reason = :r", r=OTHER)
     assert {finding.code for finding in run.check()} == {"event_total", "request_total"}

@@ -19,6 +19,7 @@ from samplestore.run import Run
 from samplestore.types import EngineFacts
 from samplestore.verbs import weights
 
+from ..plans.meter import measured
 from ..support import factory as f
 
 Made = tuple[Run, dict[str, Any]]  # a run, and the options of the batch that is waited for
@@ -330,9 +331,22 @@ def test_failures_before_the_last_batch_are_old_news(store: Store) -> None:
 
 
 def test_dropped_groups_are_told_with_their_reasons(store: Store) -> None:
-    run = f.make_run(store)
+    """And which prompts were refused among them: both from one look at the groups."""
+    run = f.make_run(store, prompts=8, groups_per_step=8)
     run.drop([f.group_id(run, 0), f.group_id(run, 1)], "unwanted")
     assert reason(run, "dropped") == "2 groups were dropped so far; the last ones for: unwanted (2)"
+    run.drop([f.group_id(run, 2)], "another")
+    worker = f.register(run)
+    for why in ("too long", "far too long", "too long"):
+        run.fail(run.claim(worker, 1)[0], why, prompt_refused=True)
+    again = "UPDATE sample_group SET prompt_id = (SELECT prompt_id FROM sample_group WHERE number = 4) WHERE number = 5"
+    f.execute(run, again)
+    with measured(run.database) as reading:
+        told = dict(run.why().reasons)
+    assert told["dropped"].endswith("for: prompt refused: too long (2); unwanted (2); another (1)")
+    refused = told["refused_prompts"]
+    assert refused.startswith("2 prompts of 8 were refused") and "of group 5: too long. Once" in refused
+    assert len([sent for sent, _ in reading.sent if "ORDER BY sample_group.number DESC" in sent]) == 1
 
 
 def test_a_batch_that_is_there_needs_no_reason(store: Store) -> None:

@@ -97,6 +97,8 @@ EXAMPLES: list[Any] = [
     errors.RunSettingsConflict("x", {"seed": 0}, {"seed": 1}),
     errors.InvalidSetting("seed", "x", "a whole number"),
     errors.WorkerDead(3),
+    errors.UnknownWorker("w"),
+    errors.StoreClosed("a.db"),
     errors.LeaseLost("sample", 4, 1, 9, 2),
     errors.LeaseLost("batch", 4, 0, 9),
     errors.InvalidSegment("it has no tokens", field="tokens"),

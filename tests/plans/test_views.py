@@ -9,8 +9,10 @@ import re
 import pytest
 import sqlalchemy as sa
 
-from samplestore import Store, views
+from samplestore import Store, hooks, views
+from samplestore.queries import batch_list, plans, status
 from samplestore.run import Run
+from tests.plans.meter import measured
 from tests.plans.test_plans import HISTORY, full_scans, run  # noqa: F401
 from tests.support import factory as f
 
@@ -56,6 +58,32 @@ def test_a_view_finds_the_rows_of_a_run_by_indexes(small: Run) -> None:
                 assert not full_scans(plan, table), f"{view.name}\n{plan}"
                 # nor a whole index
                 assert not re.search(rf"SCAN {table}\b", plan), f"{view.name}\n{plan}"
+
+
+def test_a_run_finds_its_newest_batches_among_those_of_others(small: Run) -> None:
+    """Its own were leased before thousands of its neighbour's, so that who walks back from the newest reads those."""
+    trainer = f.register(small, "trainer")
+    first, second = (f.lease(small, trainer, step, 1) for step in (0, 1))
+    assert first is not None and second is not None
+    f.execute(
+        small,
+        """INSERT INTO batch (run_id, timeline, step, state, owner, attempt, current_version, n_groups, n_samples, n_tokens, created_at, policy)
+        SELECT run_id, 0, 100000 + step, 'committed', 1, 0, 0, 1, 2, 18, 0, '{}' FROM batch WHERE run_id <> :r""",
+        r=small.id,
+    )
+    f.execute(small, "ANALYZE")
+    db, found = small.database, []
+    with measured(db) as reading:
+        found += [row["id"] for row in batch_list.page(db, small.id)]
+        found += [row["id"] for row in batch_list.page(db, small.id, below=second)]
+        with db.reading() as connection:
+            newest = [plans.newest(connection, small.id, step, 0) for step in (1, 0, 2)]
+        found += [row and row.id for row in newest]
+        assert status.totals_of(db, small.id)["batches"]["last"]["step"] == 1
+        hooks.show_all(small, lambda args, groups, source: found.append(len(groups)), second)
+    assert found == [second, first, first, second, first, None, 1]
+    assert [line for line in reading.whole_tables() if " batch" in line.partition("\n")[0]] == []
+    assert reading.work < HISTORY * (10 if db.is_sqlite else 1), reading.work
 
 
 def test_no_view_reads_payloads(small: Run) -> None:

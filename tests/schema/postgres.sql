@@ -1,5 +1,6 @@
 CREATE INDEX ix_batch_group_group_id ON public.batch_group USING btree (group_id)
 CREATE INDEX ix_batch_owned ON public.batch USING btree (owner) WHERE (state = 'leased'::text)
+CREATE INDEX ix_batch_run ON public.batch USING btree (run_id, id)
 CREATE INDEX ix_event_run_id_kind_at ON public.event USING btree (run_id, kind, at)
 CREATE INDEX ix_request_open ON public.request USING btree (worker_id) WHERE (finished_at IS NULL)
 CREATE INDEX ix_request_sample_id ON public.request USING btree (sample_id)
@@ -160,7 +161,7 @@ dataset.n_served bigint NOT NULL
 dataset.name text NOT NULL
 dataset.purpose text NOT NULL
 dataset.run_id bigint NOT NULL
-engine WITH {fillfactor=80}
+engine WITH {fillfactor=80,autovacuum_vacuum_scale_factor=0.01,autovacuum_vacuum_threshold=1000}
 engine ck_engine_state CHECK ((state = ANY (ARRAY['live'::text, 'failed'::text, 'gone'::text])))
 engine fk_engine_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)
 engine pk_engine PRIMARY KEY (id)
@@ -229,7 +230,7 @@ event.step bigint
 event.tokens bigint
 event.version bigint
 event.worker_id bigint
-event_total WITH {fillfactor=80}
+event_total WITH {fillfactor=80,autovacuum_vacuum_scale_factor=0.01,autovacuum_vacuum_threshold=1000}
 event_total fk_event_total_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)
 event_total pk_event_total PRIMARY KEY (run_id, worker_id, kind, reason)
 event_total.kind text NOT NULL
@@ -238,7 +239,7 @@ event_total.reason text NOT NULL
 event_total.run_id bigint NOT NULL
 event_total.tokens bigint NOT NULL
 event_total.worker_id bigint NOT NULL
-ledger_total WITH {fillfactor=80}
+ledger_total WITH {fillfactor=80,autovacuum_vacuum_scale_factor=0.01,autovacuum_vacuum_threshold=1000}
 ledger_total ck_ledger_total_fate CHECK ((fate = ANY (ARRAY['in_flight'::text, 'resumable'::text, 'awaiting_stage'::text, 'ready'::text, 'leased'::text, 'consumed'::text, 'dropped'::text, 'stale'::text, 'failed'::text, 'superseded'::text])))
 ledger_total fk_ledger_total_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)
 ledger_total pk_ledger_total PRIMARY KEY (run_id, worker_id, fate, reason, version)
@@ -274,7 +275,7 @@ prompt_image.digest text NOT NULL
 prompt_image.media_type text NOT NULL
 prompt_image.n_bytes bigint NOT NULL
 prompt_image.run_id bigint NOT NULL
-request WITH {fillfactor=80}
+request WITH {fillfactor=80,autovacuum_vacuum_scale_factor=0.01,autovacuum_vacuum_threshold=1000}
 request fk_request_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)
 request fk_request_sample_id_sample FOREIGN KEY (sample_id) REFERENCES sample(id)
 request pk_request PRIMARY KEY (id)
@@ -304,7 +305,7 @@ request.started_at double precision NOT NULL
 request.stored_tokens bigint NOT NULL
 request.temperature double precision
 request.worker_id bigint NOT NULL
-request_total WITH {fillfactor=80}
+request_total WITH {fillfactor=80,autovacuum_vacuum_scale_factor=0.01,autovacuum_vacuum_threshold=1000}
 request_total fk_request_total_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)
 request_total pk_request_total PRIMARY KEY (run_id, worker_id, reason)
 request_total.at double precision NOT NULL
@@ -344,7 +345,7 @@ run.step_filled bigint NOT NULL DEFAULT '-1'::integer
 run.step_over bigint NOT NULL DEFAULT '-1'::integer
 run.timeline bigint NOT NULL
 run.uuid text NOT NULL
-sample WITH {fillfactor=80}
+sample WITH {fillfactor=80,autovacuum_vacuum_scale_factor=0.01,autovacuum_vacuum_threshold=1000}
 sample ck_sample_owned_is_unfinished CHECK (((owner IS NULL) OR (status = ANY (ARRAY['pending'::text, 'aborted'::text]))))
 sample ck_sample_status CHECK ((status = ANY (ARRAY['pending'::text, 'aborted'::text, 'completed'::text, 'truncated'::text, 'failed'::text])))
 sample fk_sample_group_id_sample_group FOREIGN KEY (group_id) REFERENCES sample_group(id)
@@ -386,7 +387,7 @@ sample.status text NOT NULL
 sample.version_max bigint
 sample.version_min bigint
 sample.version_unknown bigint NOT NULL
-sample_group WITH {fillfactor=80}
+sample_group WITH {fillfactor=80,autovacuum_vacuum_scale_factor=0.01,autovacuum_vacuum_threshold=1000}
 sample_group ck_sample_group_counters CHECK (((n_open >= 0) AND (n_unscored >= 0)))
 sample_group ck_sample_group_state CHECK ((state = ANY (ARRAY['open'::text, 'scoring'::text, 'ready'::text, 'leased'::text, 'consumed'::text, 'dropped'::text, 'stale'::text, 'superseded'::text])))
 sample_group fk_sample_group_prompt_id_prompt FOREIGN KEY (prompt_id) REFERENCES prompt(id)
@@ -451,7 +452,7 @@ segment_array.sample_id bigint NOT NULL
 segment_array.seq bigint NOT NULL
 segment_array.shape jsonb NOT NULL
 segment_array.sidecar text
-stage WITH {fillfactor=80}
+stage WITH {fillfactor=80,autovacuum_vacuum_scale_factor=0.01,autovacuum_vacuum_threshold=1000}
 stage ck_stage_status CHECK ((status = ANY (ARRAY['pending'::text, 'done'::text, 'failed'::text])))
 stage fk_stage_group_id_sample_group FOREIGN KEY (group_id) REFERENCES sample_group(id)
 stage fk_stage_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)
@@ -499,7 +500,7 @@ weight_version.run_id bigint NOT NULL
 weight_version.step bigint
 weight_version.timeline bigint NOT NULL
 weight_version.version bigint NOT NULL
-worker WITH {fillfactor=80}
+worker WITH {fillfactor=80,autovacuum_vacuum_scale_factor=0.01,autovacuum_vacuum_threshold=1000}
 worker ck_worker_kind CHECK ((kind = ANY (ARRAY['rollout'::text, 'reward'::text, 'trainer'::text, 'tool'::text])))
 worker ck_worker_state CHECK ((state = ANY (ARRAY['live'::text, 'dead'::text, 'gone'::text])))
 worker fk_worker_run_id_run FOREIGN KEY (run_id) REFERENCES run(id)

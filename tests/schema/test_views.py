@@ -12,6 +12,8 @@ import sqlalchemy as sa
 import samplestore
 from samplestore import Store, migrations, states, views
 from samplestore.errors import DatabaseUnusable
+from samplestore.queries import batch_list
+from samplestore.queries.metric_names import PREFIX
 from samplestore.run import Run
 from samplestore.statements import staleness
 from samplestore.types import RequestInfo
@@ -173,6 +175,33 @@ def test_rewards_by_version(store: Store) -> None:
     assert old["reward_mean"] == 0.5 and old["reward_std"] == pytest.approx((0.5 / 3) ** 0.5)
     assert (old["truncated_ratio"], old["mean_tokens"]) == (0.5, 2.5)
     assert (new["version"], new["step"], new["samples"], new["reward_mean"], new["mean_tokens"]) == (1, 7, 4, None, 3.0)
+
+
+def test_rewards_whose_squares_are_no_numbers(store: Store) -> None:
+    """Older releases stored any finite number, and PostgreSQL refuses a product that comes to 0 or to infinity."""
+    run = f.make_run(store, prompts=2, stages=["reward"])
+    trainer = f.register(run, "trainer")
+    f.finish_all(run, f.register(run))
+    f.commit(run, f.lease(run, trainer, 0) or 0, trainer)
+    for rewards, mean, std in (
+        ([1e-200, 5e-324, -1e-170, 0.0], 0.0, 0.0),
+        ([1e-200, 1.0, 1.0, 2.0], 1.0, 0.5**0.5),
+        ([1e-200, None, -1e-99, 1e-99], 0.0, 1e-99 * (2 / 3) ** 0.5),
+        ([1e300, 1e300, 0.0, 0.0], 5e49, 5e49),
+        ([-1e300, 1.7e308, -1.7e308, 1e300], 0.0, 1e50),
+    ):
+        for index, reward in enumerate(rewards):
+            f.execute(run, 'UPDATE sample SET reward = :v WHERE (group_id * 2 + "index") % 4 = :i', v=reward, i=index)
+        (told,) = rows(run, "version_rewards")
+        assert (told["samples"], told["scored"]) == (4, sum(r is not None for r in rewards))
+        near = pytest.approx((mean, std), rel=1e-9, abs=0.0)
+        assert (told["reward_mean"], told["reward_std"]) == near, rewards
+        (step,) = rows(run, "batch_steps")
+        assert step["reward_mean"] == told["reward_mean"]
+    f.execute(run, "UPDATE sample_group SET reward_mean = (2 * number - 1) * 1e300, reward_std = 1e300 * number")
+    (batch,), metrics = batch_list.page(store.database, run.id), run.metrics()
+    assert batch["reward_mean"] == metrics[f"{PREFIX}batch/reward_mean"] == 0.0
+    assert metrics[f"{PREFIX}batch/reward_std"] == 5e49
 
 
 def test_equal_rewards_have_no_deviation(store: Store) -> None:

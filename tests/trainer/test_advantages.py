@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samplestore.advantages import METHODS, advantages
+from samplestore.errors import InvalidSetting
 
 REWARDS, GROUPS = [1.0, 0.0, 4.0, 3.0], [7, 7, 5, 5]
 
@@ -110,5 +111,7 @@ def test_any_batch_by_hand(samples: list[tuple[float, int, int]], method: str) -
 
 
 def test_another_method_is_refused() -> None:
-    with pytest.raises(ValueError, match="reinforce_pp"):
+    with pytest.raises(InvalidSetting, match="reinforce_pp"):
         advantages([1.0], [1], "ppo")
+    with pytest.raises(InvalidSetting, match="Did you mean 'dr_grpo'"):
+        advantages([1.0], [1], "drgrpo")

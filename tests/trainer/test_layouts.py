@@ -94,6 +94,8 @@ class Maker:
 
     def check(self, batch: Batch, window: int) -> dict[str, Any]:
         packed, padded = batch.arrays(), batch.arrays(layout="padded")
+        with pytest.raises(InvalidSetting, match=r"'paked' .* packed \| padded\. Did you mean 'packed'\?"):
+            batch.arrays(layout="paked")
         assert sorted(packed["sample_ids"].tolist()) == sorted(self.written)
         for row, sample_id in enumerate(packed["sample_ids"].tolist()):
             start, stop = packed["cu_seqlens"][row : row + 2]

@@ -1,0 +1,26 @@
+"""Stored rewards as numbers that can be averaged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+# What `samplestore.codec.reward` lets in lies far inside; older releases stored any finite number.
+SMALLEST, LARGEST = 1e-100, 1e50
+
+
+def countable(reward: Any) -> sa.ColumnElement[float]:
+    """A reward, or a mean of some, of whose squares both databases can make a mean: PostgreSQL ends the query where a
+    product comes to 0 or anything to infinity, and squares once more within avg(). What is nearer to 0 than SMALLEST is
+    0, what is beyond LARGEST is that."""
+
+    def number(value: float) -> Any:
+        return sa.cast(sa.literal_column(repr(value)), sa.Double)
+
+    return sa.case(
+        (sa.func.abs(reward) < number(SMALLEST), number(0.0)),
+        (reward > number(LARGEST), number(LARGEST)),
+        (reward < number(-LARGEST), number(-LARGEST)),
+        else_=reward,
+    )
