@@ -35,6 +35,7 @@ class Work:
     router         `url` is a router's
     mode           "stream", "unary" or "sliced"
     vocabulary     token ids of prompts are below
+    vary           answers end where the model says so, after `tokens` at the latest; not for mode sliced
     soak_s         above 0: stop then, whatever is left, and tell the memory every minute until then
     """
 
@@ -50,6 +51,7 @@ class Work:
     slice_tokens: int = 256
     flush_tokens: int = 1024
     flush_seconds: float = 2.0
+    vary: bool = False
     soak_s: float = 0.0
     profile: str = ""  # a file for cProfile
 
@@ -89,21 +91,24 @@ async def _lane(session: aiohttp.ClientSession, work: Work, left: Iterator[int])
                 "rid": f"{number:032x}", "input_ids": [*prompt_ids(work, number // GROUP), *ids],
                 "return_logprob": True, "stream": work.mode == "stream",
                 "sampling_params": {
-                    "ignore_eos": True,
+                    "ignore_eos": not work.vary,
                     "max_new_tokens": min(room, work.slice_tokens) if work.mode == "sliced" else room,
                 },
             }  # fmt: skip
             async with session.post(f"{work.url}/generate", json=body) as response:
                 if work.mode != "stream":
                     _keep(orjson.loads(await response.read()), ids, probs)
-                    continue
-                buffer = b""
-                async for data in response.content.iter_any():
-                    *events, buffer = (buffer + data).split(b"\n\n")
-                    for event in events:
-                        if event != b"data: [DONE]":
-                            _keep(orjson.loads(event[6:]), ids, probs)
-        assert len(ids) == len(probs) == work.tokens, f"{len(ids)} ids, {len(probs)} log-probs"
+                else:
+                    buffer = b""
+                    async for data in response.content.iter_any():
+                        *events, buffer = (buffer + data).split(b"\n\n")
+                        for event in events:
+                            if event != b"data: [DONE]":
+                                _keep(orjson.loads(event[6:]), ids, probs)
+            if work.vary:
+                break
+        whole = len(ids) == work.tokens or work.vary
+        assert whole and len(ids) == len(probs), f"{len(ids)} ids, {len(probs)} log-probs"
         total += len(ids)
     return total
 
@@ -125,7 +130,7 @@ def database(work: Work) -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as folder, samplestore.open(f"{folder}/bench.db") as store:
         run = store.run(
             "bench", samples_per_prompt=min(GROUP, work.samples), groups_per_step=groups, max_staleness=0, epochs=1,
-            max_new_tokens=work.tokens, sampling={"ignore_eos": True},
+            max_new_tokens=work.tokens, sampling={"ignore_eos": not work.vary},
         )  # fmt: skip
         run.add_prompts([{"prompt_ids": prompt_ids(work, number)} for number in range(groups)])
         run.admit()
@@ -158,7 +163,7 @@ def worker(work: Work) -> tuple[int, dict[str, float]]:
         cost = measured(lambda: asyncio.run(rollout.run_forever()), work.profile)
         table = Sample.__table__
         done = sa.select(sa.func.sum(table.c.n_tokens), sa.func.count()).where(
-            table.c.n_tokens > 0 if work.soak_s else table.c.status == "truncated"
+            table.c.n_tokens > 0 if work.soak_s else table.c.status.in_(["completed", "truncated"])
         )
         tokens, samples = run.database.read(lambda c: c.execute(done).one())
         asked = sa.select(

@@ -10,8 +10,9 @@ Two tables: tokens/s of a bare aiohttp loop and of the worker, taking turns on o
 tokens that came from the prefix cache, over two engines, by how requests are spread. Run from the repository's root.
 
 "lost" is the mean of pairs of neighbouring turns, with its 95 % interval. A shared machine scatters by ten per cent
-from turn to turn, so the engine's own CPU is told too: what it spent for a token with the worker as its client, over
-that with the bare loop. Where the engine is busy all the time, that is what decides tokens/s.
+from turn to turn, so what scatters less is told too: how many tokens the engine made in each of its steps. An engine
+that is busy all the time makes as many steps a second for one client as for another; what a client can lose is by not
+having the next request there when there is room. Answers end where the model says so, so that room comes at all times.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -34,25 +36,27 @@ from clients import GROUP, Work  # noqa: E402 - a file beside this one, not an i
 from worker_overhead import run_client, table  # noqa: E402
 
 from tests.support.models import VOCAB, build_model  # noqa: E402
-from tests.support.processes import Processes  # noqa: E402
+from tests.support.processes import Process, Processes  # noqa: E402
 from tests.support.router import Router  # noqa: E402
 from tests.support.sglang import start_sglang  # noqa: E402
 
 ALLOWED = 0.02  # tokens/s that the worker may lose where the engine is the bottleneck
 
 
-Engine = tuple[str, int]  # its URL, and its process (0: not ours)
+Engine = tuple[str, Process | None]  # its URL; its process where it is ours
+STEP = "Decode batch"  # what an engine logs of each step
 CLIENTS = ("bare", "worker")
 
 
 def engines(given: Sequence[str], processes: Processes, folder: Path, n: int) -> list[Engine]:
     """Engines that run already, or `n` of our own with a tiny model."""
     if given:
-        return [(url, 0) for url in given]
+        return [(url, None) for url in given]
     model = build_model(folder / "model", 0, "qwen2", context=2048)
     # the label that a new run knows: others get no requests
-    started = [start_sglang(processes, model, "--weight-version", "default") for _ in range(n)]
-    return [(engine.url, engine.process.pid) for engine in started]
+    flags = ("--weight-version", "default", "--decode-log-interval", "1")
+    started = [start_sglang(processes, model, *flags) for _ in range(n)]
+    return [(engine.url, engine.process) for engine in started]
 
 
 @contextmanager
@@ -66,10 +70,13 @@ def on_cores(cores: set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
+def spent(engine: Process | None) -> tuple[float, float]:
+    """What it has cost so far: CPU seconds, decode steps. NaN where it is not ours."""
+    return (math.nan, math.nan) if engine is None else (cpu_s(engine.pid), engine.log().count(STEP))
+
+
 def cpu_s(pid: int) -> float:
-    """CPU of a process and all that it started and that lives, seconds; NaN where it is not ours."""
-    if not pid:
-        return math.nan
+    """CPU of a process and all that it started and that lives."""
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")).split()
     own = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
@@ -84,29 +91,42 @@ def flush(urls: Sequence[str]) -> None:
 
 def throughput(engine: Engine, given: argparse.Namespace) -> Iterator[list[str]]:
     """tokens/s of both clients; they take turns, and the order of a pair changes."""
-    url, pid = engine
+    url, process = engine
     for mode in ("stream", "unary"):
-        rates: dict[str, list[float]] = {name: [] for name in CLIENTS}
-        costs: dict[str, list[float]] = {name: [] for name in CLIENTS}
-        busy = []
+        told: dict[str, list[Turn]] = {name: [] for name in CLIENTS}
         for turn in range(-1, given.repeat):  # the first is not counted: it compiles and allocates
             for client in CLIENTS if turn % 2 == 0 else CLIENTS[::-1]:
                 flush([url])
-                before = cpu_s(pid)
-                told = run_client(work_of(client, url, given, mode=mode, groups=given.groups))
-                spent = cpu_s(pid) - before
+                before = spent(process)
+                done = run_client(work_of(client, url, given, mode=mode, groups=given.groups, vary=True))
+                cpu, steps = (after - was for after, was in zip(spent(process), before, strict=True))
                 if turn >= 0:
-                    rates[client].append(told["tokens"] / told["wall_s"])
-                    costs[client].append(1e6 * spent / told["tokens"])
-                    busy.append(spent / told["wall_s"])
-        bare, worker = (statistics.median(rates[name]) for name in CLIENTS)
+                    told[client].append(Turn(done["tokens"] / done["wall_s"], done["tokens"], cpu, steps))
+        bare, worker = (told[name] for name in CLIENTS)
         yield [
-            mode, f"{given.in_flight}", f"{bare:,.0f}", f"{worker:,.0f}",
-            percent([1 - own / plain for plain, own in zip(rates["bare"], rates["worker"], strict=True)]),
-            f"{statistics.median(costs['bare']):.0f}",
-            percent([own / plain - 1 for plain, own in zip(costs["bare"], costs["worker"], strict=True)]),
-            f"{100 * statistics.median(busy):.0f} %",
+            mode, f"{given.in_flight}",
+            *(f"{statistics.median(turn.rate for turn in turns):,.0f}" for turns in (bare, worker)),
+            percent([1 - own.rate / plain.rate for plain, own in zip(bare, worker, strict=True)]),
+            *(f"{statistics.mean(turn.a_step for turn in turns):.2f}" for turns in (bare, worker)),
+            percent([1 - own.a_step / plain.a_step for plain, own in zip(bare, worker, strict=True)]),
+            f"{100 * statistics.median(turn.busy for turn in bare + worker):.0f} %",
         ]  # fmt: skip
+
+
+class Turn(NamedTuple):
+    rate: float  # tokens/s
+    tokens: float
+    cpu_s: float  # of the engine
+    steps: float  # that the engine made
+
+    @property
+    def a_step(self) -> float:
+        return self.tokens / self.steps
+
+    @property
+    def busy(self) -> float:
+        """The engine's cores."""
+        return self.cpu_s * self.rate / self.tokens
 
 
 def percent(shares: Sequence[float]) -> str:
@@ -119,8 +139,8 @@ def percent(shares: Sequence[float]) -> str:
 
 
 HEAD = (
-    "mode | in flight | bare tokens/s | worker tokens/s | lost | engine CPU us/token, bare | more with the worker | "
-    "engine busy, of a core"
+    "mode | in flight | bare tokens/s | worker tokens/s | lost | bare tokens a step | worker tokens a step | "
+    "lost by that | engine busy, of a core"
 )
 
 

@@ -14,7 +14,7 @@ RUN = {  # slime's flags, by the name of the run's setting
     "partial_rollout": "mode", "mask_offpolicy_in_partial_rollout": "mask_offpolicy", "group_rm": "group_stages",
     "dynamic_sampling_filter_path": "group_filters", "rollout_sample_filter_path": "sample_filters",
     "buffer_filter_path": "order", "prompt_data": "datasets", "temperature": "sampling", "top_p": "sampling",
-    "rollout_shuffle": "seed", "max_response_len": "max_new_tokens",
+    "rollout_shuffle": "seed", "max_response_len": "max_new_tokens", "n": "samples_per_prompt",
 }  # fmt: skip
 WORKER = {  # and by that of the worker's
     "sglang_router_ip": "router", "sglang_router_port": "router", "sglang_server_concurrency": "concurrency",
@@ -65,7 +65,7 @@ def advice(name: str, known: Iterable[str], elsewhere: dict[str, str], form: str
 def _in_an_object(plain: str, known: list[str], form: str) -> str | None:
     """How `sampling.top_p`, or `top_p` alone, is given: the object, on one line."""
     head, _, key = plain.rpartition(".")
-    if not head and (parameter := plain.removeprefix("rollout_")) in SAMPLING:
+    if not head and plain != "n" and (parameter := plain.removeprefix("rollout_")) in SAMPLING:  # workers refuse n
         head, key = "sampling", parameter
     if head not in OBJECTS or head not in known:
         return None

@@ -13,6 +13,7 @@ from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.replies import EngineError
 
 LOOK_S = 5.0
+PATIENT_S = 30.0  # where an answer decides whether all are told at once: a busy engine is slow, not away
 HEALTH_S = 2.0  # a health check that generates does not answer while the engine is paused
 
 Call = Callable[[EngineClient, str], Awaitable[str]]
@@ -72,7 +73,7 @@ async def at_once(urls: Sequence[str], call: Call, timeout_s: float) -> list[Tol
 async def one_first(urls: Sequence[str], call: Call, timeout_s: float, unsure: Unsure | None) -> list[Told]:
     """At all at the same time where each is sure to bear it. Else at one of those that are not, and at the others when
     it has: what kills an engine must not kill all. That one comes first in what is returned."""
-    async with EngineClient(LOOK_S) as client:
+    async with EngineClient(PATIENT_S) as client:
         doubts = [] if unsure is None else await asyncio.gather(*(unsure(client, url) for url in urls))
         first = next((url for url, doubt in zip(urls, doubts, strict=False) if doubt), None)
         if first is None:

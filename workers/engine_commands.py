@@ -17,7 +17,7 @@ from samplestore.states import WeightUpdateMode
 from samplestore.words import amount, which
 from samplestore.workers import control, routers
 from samplestore.workers.checkpoints import require_complete
-from samplestore.workers.engine_calls import HEALTH_S, LOOK_S, look, looks_alive, named
+from samplestore.workers.engine_calls import HEALTH_S, LOOK_S, PATIENT_S, look, looks_alive, named
 from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.engine_telling import confirm, finish, tell
 
@@ -155,7 +155,7 @@ def update(
         return f"serves {label}"
 
     async def unsure(client: EngineClient, url: str) -> bool:
-        return await control.may_not_fit(client, url, str(path.absolute()))
+        return await control.may_not_fit(client, url, str(path.absolute()), PATIENT_S)
 
     details = {"path": str(path.absolute()), "label": label, "mode": mode.value}
     finish(tell("update", call, db, run, engine, router, 2 * timeout, as_json, details, unsure))

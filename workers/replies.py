@@ -183,7 +183,7 @@ class ReplyReader:
         new = total - seen
         if new and totals.finish_reason is not None:
             raise EngineError("broken", f"{amount(new, 'token')} after its finish_reason {totals.finish_reason!r}")
-        if len(ids) < new:
+        if len(ids) < new or (reason == "abort" and len(ids) not in (new, total)):  # an abort may repeat the last id
             ids = _ids_of(entries, seen, total) or ids
         if len(ids) < new or (new and len(ids) not in (new, total)):  # more: all of them again
             raise EngineError("broken", f"{new} new tokens by completion_tokens, but {len(ids)} output_ids")

@@ -186,7 +186,7 @@ class RolloutWorker(Worker):
                 self._abort(asked.reason, asked.samples)
         if changed:
             await self._learn_versions()
-            await self._update_engines()
+            self.spawn(self._update_engines())  # engines that don't answer must not keep aborts from being heard
         self.wake.set()
 
     async def _learn_versions(self) -> None:
@@ -237,10 +237,11 @@ class RolloutWorker(Worker):
             await asyncio.sleep(pause if self.fleet.fit else self.config.poll_seconds)
 
     def _behind(self) -> list[str]:
-        """Engines that serve other weights than they should, and that this worker may update."""
+        """Engines that serve other weights than they should, and that this worker may update; in one order, so that
+        all workers begin with the same one."""
         if not self.config.update_engines or self.current_label is None or self.current_label[1] is None:
             return []
-        return [url for url, label in self.fleet.engines.items() if label != self.current_label[0]]
+        return sorted(url for url, label in self.fleet.engines.items() if label != self.current_label[0])
 
     async def _update_engines(self) -> None:
         for url in self._behind():

@@ -26,6 +26,7 @@ from samplestore.workers.routers import register, unregister
 log = logging.getLogger("samplestore.fleet")
 
 ANOTHER_S, MAX_DEATHS = 60.0, 2  # one engine may have died by chance; when it stays away another is asked, once
+BACK_S = 2.0  # for the answer of one that died of its weights: no answer, and it is asked again at the next look
 
 _e, _v, _r = weights.engine.c, weights.version.c, weights.run.c
 CURRENT = (
@@ -37,9 +38,9 @@ CURRENT = (
 TAKEN = sa.select(_v.path).select_from(
     weights.version.join(weights.engine, (_e.run_id == _v.run_id) & (_e.label == _v.label))
 ).where(_v.run_id == sa.bindparam("b_run"), weights.KNOWN, _v.parent.is_not(None), _v.path.is_not(None))  # fmt: skip
-OTHERS = sa.select(
+ENGINES = sa.select(
     _e.url, _e.label, _e.owner, _e.state, _e.failures, _e.error, (db_now() - _e.updated_at).label("age")
-).where(_e.run_id == sa.bindparam("b_run"), weights.KNOWN, _e.url != sa.bindparam("b_url"))  # fmt: skip
+).where(_e.run_id == sa.bindparam("b_run"), weights.KNOWN)  # fmt: skip
 
 
 class Updates:
@@ -58,24 +59,21 @@ class Updates:
         self.run_id, self.worker_id = run_id, worker_id
         self.router, self.timeout_s = router, timeout_s
         self.running: dict[str, asyncio.Task[None]] = {}
-        self._claiming: set[str] = set()
-        self._said: set[tuple[str, str]] = set()  # (url, label): was told why not
+        self._turn = asyncio.Lock()  # who claims next must see who is told
+        self._waits: dict[str, tuple[str, str]] = {}  # url -> the label that it waits for, and why
 
     async def follow(self, url: str, served: dict[str, str | None], was_out: bool) -> None:
         """Bring an engine to the run's current version, unless another process does. What it then reports is put into
         `served`. was_out: it was taken out of the router's list, and is to be put back."""
-        if url in self.running or url in self._claiming:
-            return  # before the claim: one that is made and then dropped would hold the engine for ever
-        self._claiming.add(url)
-        try:
+        async with self._turn:
+            if url in self.running:
+                return  # before the claim: one that is made and then dropped would hold the engine for ever
             held = await self.write(weights.claim_engine, self.worker_id, url) if await self._may_tell(url) else None
-        finally:
-            self._claiming.discard(url)
-        if held is None:
-            return
-        task = asyncio.create_task(self._update(held, served, was_out))
-        self.running[url] = task
-        task.add_done_callback(lambda _: self.running.pop(url, None))
+            if held is None:
+                return
+            task = asyncio.create_task(self._update(held, served, was_out))
+            self.running[url] = task
+            task.add_done_callback(lambda _: self.running.pop(url, None))
 
     async def _may_tell(self, url: str) -> bool:
         """Whether an engine's turn has come: not while another one finds out whether the weights can be loaded, nor
@@ -85,18 +83,25 @@ class Updates:
         def ask(connection: sa.Connection) -> tuple[Any, Sequence[Any], Sequence[str]]:
             of_run = {"b_run": self.run_id}
             current = connection.execute(CURRENT, of_run).one()
-            others = connection.execute(OTHERS, {**of_run, "b_url": url}).fetchall()
-            return current, others, connection.execute(TAKEN, of_run).scalars().all()
+            engines = connection.execute(ENGINES, of_run).fetchall()
+            return current, engines, connection.execute(TAKEN, of_run).scalars().all()
 
-        (label, path), others, taken = await self.read(ask)
-        if path is None or (why := why_not_yet(others, label, path)) is None:
+        (label, path), engines, taken = await self.read(ask)
+        if path is None:
+            return True
+        others = [row for row in engines if row.url != url]
+        died = died_of_it([row for row in engines if row.url == url], path)
+        if died and await control.served_label(self.client, url, BACK_S) is None:
+            return False  # not back: all that came of it is an error in the place of the one that the others go by
+        if (why := why_not_yet(others, label, path)) is None:
             return True
         if os.path.dirname(path) in map(os.path.dirname, taken) and not died_of_it(others, path):
             return True
-        if not await control.may_not_fit(self.client, url, path):
-            return True
-        if (url, label) not in self._said:
-            self._said.add((url, label))
+        known, said = self._waits.get(url, (None, None))
+        if known != label and not await control.may_not_fit(self.client, url, path):
+            return True  # looked at once: it reads the headers of all files
+        if (known, said) != (label, why):
+            self._waits[url] = label, why
             log.warning("engine=%s is not told to load %s: %s", url, label, why)
         return False
 
@@ -161,7 +166,9 @@ def why_not_yet(others: Sequence[Any], label: str, path: str) -> str | None:
     may be told, since one has taken them, or nobody is trying."""
     if any(row.label == label for row in others):
         return None
-    if (trying := next((row.url for row in others if row.owner is not None), None)) is not None:
+    # One that did not answer the last time finds nothing out: many that are gone would hold the others up in turn.
+    tried = (row.url for row in others if row.owner is not None and not (row.state == "failed" and row.label is None))
+    if (trying := next(tried, None)) is not None:
         return f"{trying} is told first, since it can't be seen from this machine whether they fit"
     died = died_of_it(others, path)
     if not died or (len(died) < MAX_DEATHS and all(row.age > ANOTHER_S for row in died)):

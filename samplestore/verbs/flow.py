@@ -93,7 +93,9 @@ def _least(of_run: int | None, of_engine: int | None, engines: int) -> int | Non
 def closed(tx: Tx, row: Any) -> bool:
     """Whether a run in steps starts nothing to train on for now: it has enough, or an engine is on its way to the
     weights of the step that begins."""
-    updating = sa.exists().where(engine.c.run_id == tx.run_id, engine.c.owner.is_not(None))
+    # One that was gone the last time is tried again and again: the others would stand still for it.
+    there = sa.or_(engine.c.state != "failed", engine.c.label.is_not(None))
+    updating = sa.exists().where(engine.c.run_id == tx.run_id, engine.c.owner.is_not(None), there)
     return row.step_over == row.current_version or bool(tx.execute(sa.select(updating)).scalar())
 
 

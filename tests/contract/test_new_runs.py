@@ -128,6 +128,7 @@ def test_names_of_slime_and_typing_errors_are_understood(store: Store, given: st
         ("sampling.max_new_tokens", "max_new_tokens", "max_new_tokens=VALUE"),
         ("reward_weights.format", 'reward_weights={"format": ...}', """reward_weights='{"format": VALUE}'"""),
         ("samplign", "sampling", "sampling=VALUE"),
+        ("n", "samples_per_prompt", "samples_per_prompt=VALUE"),
     ],
 )
 def test_what_is_part_of_an_object_is_given_with_it(store: Store, given: str, python: str, typed: str) -> None:

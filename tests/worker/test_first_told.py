@@ -37,9 +37,11 @@ class Worker:
             run.transact(lambda tx, url=one.url: weights.see_engine(tx, url, "default"))
 
     async def write(self, verb: Any, *args: Any) -> Any:
+        await asyncio.sleep(0)  # as a database lets others go on meanwhile
         return self.run.transact(lambda tx: verb(tx, *args))
 
     async def read(self, question: Callable[[Any], Any]) -> Any:
+        await asyncio.sleep(0)
         with self.run.database.reading() as connection:
             return question(connection)
 
@@ -70,10 +72,23 @@ async def test_weights_that_kill_are_told_to_one(
         caplog.clear()
         await second.round()
         assert "is not told" not in caplog.text, "once is enough"
+        f.execute(run, "UPDATE engine SET not_before = 0.5 WHERE not_before > 0")  # its back-off has passed
+        for _ in range(2):
+            await second.round()
+        assert all(untouched(one) for one in others), "one that is away does not take back what it died of"
         made = run.publish_weights("/elsewhere/v2", step=2)
         for _ in range(3):
             await second.round()
     assert [one.label for one in others] == [made.label] * 2
+
+
+async def test_two_looks_of_one_worker_tell_one(store: Store, engines: Make) -> None:
+    run, told = f.make_run(store), engines(2, "/elsewhere/v0", dies=True)
+    run.publish_weights("/elsewhere/wide", step=1)
+    async with EngineClient(20.0) as client:
+        worker = Worker(run, client, told)
+        await asyncio.gather(worker.round(), worker.round())
+    assert vars(told[0])["loads"] == [told[0].url] and untouched(told[1])
 
 
 async def test_one_that_refuses_holds_up_nobody(store: Store, engines: Make) -> None:
@@ -117,7 +132,7 @@ DIED = f"engine unreachable: http://a:1 {died_of(PATH)} (reset). See"
 
 def row(**changes: Any) -> Any:
     given = {"url": "http://a:1", "label": "old", "owner": None, "failures": 0, "error": None, "age": 1.0}
-    return SimpleNamespace(**{**given, **changes})
+    return SimpleNamespace(**{"state": "live", **given, **changes})
 
 
 @pytest.mark.parametrize(
@@ -127,6 +142,8 @@ def row(**changes: Any) -> Any:
         ([row()], None),
         ([row(owner=7)], "is told first"),
         ([row(owner=7), row(label="new")], None),
+        ([row(owner=7, state="failed")], "is told first"),
+        ([row(owner=7, state="failed", label=None)], None),
         ([row(failures=1, error=DIED)], "died"),
         ([row(failures=1, error=DIED), row(label="new")], None),
         ([row(failures=1, error=DIED, age=ANOTHER_S + 1)], None),

@@ -299,6 +299,17 @@ def test_an_abort_without_counts_after_tokens_repeats_nothing() -> None:
     assert ids == IDS[:3] and reader.totals.finish_reason == "abort"
 
 
+@pytest.mark.parametrize("dialect", ["incremental", "cumulative"])
+@pytest.mark.parametrize("seen", [3, 4])
+def test_an_abort_that_repeats_the_last_id_after_new_ones(dialect: str, seen: int) -> None:
+    """Chunks coalesced: what came before the abort is in the chunk that repeats."""
+    last = chunk(IDS, PROBS, seen, 5, dialect, "abort")
+    last["output_ids"] = [*last["output_ids"], IDS[-1]]
+    last["meta_info"]["output_token_logprobs"] = chunk(IDS, PROBS, 0, 5, dialect)["meta_info"]["output_token_logprobs"]
+    ids, probs, _ = read([chunk(IDS, PROBS, 0, seen, dialect), last])
+    assert (ids, probs) == (IDS, PROBS)
+
+
 def test_what_is_missing_or_null_is_left_to_the_store() -> None:
     whole = chunk(IDS, [-0.1, None, float("nan"), "x", -0.2], 0, 5, "incremental", "stop")
     assert ReplyReader().feed(whole).logprobs == [-0.1, None, pytest.approx(float("nan"), nan_ok=True), "x", -0.2]
