@@ -6,8 +6,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
-# What `samplestore.codec.reward` lets in lies far inside; older releases stored any finite number.
-SMALLEST, LARGEST = 1e-100, 1e50
+from samplestore.codec import MIN_REWARD
+
+# Older releases stored any finite number. SMALLEST is the least that is let in now; the most is far below LARGEST.
+SMALLEST, LARGEST = MIN_REWARD, 1e50
 
 
 def countable(reward: Any) -> sa.ColumnElement[float]:
