@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import struct
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,3 +45,17 @@ def test_seeds_are_hashed_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         for seed, position in zip(seeds, positions, strict=True)
     ]
     assert murmur3(b"test") == 0xBA6BD213  # a published value
+
+
+@pytest.mark.parametrize("there", [(), ("srt/arg_groups", "srt/mem_cache/pool_host")], ids=["without", "empty"])
+def test_a_release_without_what_the_shim_mends_starts(tmp_path: Path, there: tuple[str, ...]) -> None:
+    """0.5.9 has no package of choices, 0.5.18 has one without them in it."""
+    modules = ("srt/server_args.py", "srt/state_capturer/base.py", *(f"{package}/__init__.py" for package in there))
+    for module in modules:
+        file = tmp_path / "sglang" / module
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    code = "import sglang.srt.server_args, sglang.srt.state_capturer.base"
+    env = {**os.environ, "PYTHONPATH": f"{CPU_SHIM}:{tmp_path}"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -51,7 +51,7 @@ def _define_kernels_of_qwen3_5() -> None:
 def _allow_seeds_with_torch_native() -> None:
     try:
         from sglang.srt.arg_groups import choices
-    except ModuleNotFoundError:
+    except ImportError:  # not only ModuleNotFoundError: some have the package, without this in it
         return  # 0.5.18 and older
 
     choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
@@ -105,7 +105,7 @@ def _allocate_routed_experts_on_the_cpu() -> None:
 
     try:
         from sglang.srt.mem_cache.pool_host import common
-    except ModuleNotFoundError:
+    except ImportError:
         return  # 0.5.12 and older
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, dtype, **_: torch.empty(shape, dtype=dtype)
