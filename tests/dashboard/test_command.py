@@ -82,7 +82,11 @@ def test_what_can_not_be_used_is_told_as_every_command_tells_it(
         (["--db", demo_sqlite.url, "--run", "no\x1b[31m"], 1, f"The database has: {demo_sqlite.run}."),
         (["--db", demo_sqlite.url, "--tokenizer", str(tmp_path / "nowhere")], 1, "tokenizer"),
         (["--db", str(tmp_path / "text.db")], 3, "is not a database of SQLite"),
-        (["--db", "postgresql://u:secret-word@127.0.0.1:1/x"], 3, "samplestore doctor\n"),
+        (
+            ["--db", "postgresql://u:secret-word@127.0.0.1:1/x"],
+            3,
+            "samplestore doctor --db postgresql://u:***@127.0.0.1:1/x\n",
+        ),
         (["--db", "postgres:/u:secret-word@127.0.0.1/x"], 1, "this database URL has no // after its postgres:"),
     ):
         done = dashboard(*args)
