@@ -19,8 +19,8 @@ from samplestore.run import Run
 from samplestore.types import EngineFacts
 from samplestore.verbs import weights
 
-from ..plans.meter import measured
 from ..support import factory as f
+from ..support.meter import measured
 
 Made = tuple[Run, dict[str, Any]]  # a run, and the options of the batch that is waited for
 

@@ -30,9 +30,9 @@ from samplestore.queries.events import Follower
 from samplestore.queries.group_list import GroupFilter
 from samplestore.run import Run
 from samplestore.store import Store
-from tests.plans.meter import measured
 from tests.support import factory as f
 from tests.support.demo_data import Demo
+from tests.support.meter import measured
 
 FOREVER_S = 86_400.0
 

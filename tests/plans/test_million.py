@@ -41,10 +41,10 @@ from samplestore.states import GroupState
 from samplestore.verbs import batches, liveness, prompts, samples, stages, weights
 from samplestore.verbs.tx import Tx
 from tests.conftest import BACKENDS
-from tests.plans.meter import LARGE, Reading, measured
 from tests.plans.million import GROUPS, PER_GROUP, build
 from tests.plans.test_plans import full_scans, plans
 from tests.support import factory as f
+from tests.support.meter import LARGE, Reading, measured
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

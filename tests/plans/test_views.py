@@ -12,9 +12,9 @@ import sqlalchemy as sa
 from samplestore import Store, hooks, views
 from samplestore.queries import batch_list, plans, status
 from samplestore.run import Run
-from tests.plans.meter import measured
 from tests.plans.test_plans import HISTORY, full_scans, run  # noqa: F401
 from tests.support import factory as f
+from tests.support.meter import measured
 
 LARGE = ("sample", "sample_group", "segment", "prompt", "event", "request", "batch_group")  # `batch` has a row a step
 
