@@ -201,7 +201,7 @@ async def test_bytes_that_drip(
 
 async def test_some_tokens_and_then_silence(caplog: pytest.LogCaptureFixture) -> None:
     """While its /health may be fine: what came is stored at once, and the call ends."""
-    told = await ask(sending(event(WHOLE[0]), then=asyncio.sleep(60)), patience_s=0.1)
+    told = await ask(sending(event(WHOLE[0]), then=asyncio.Event().wait()), patience_s=0.1)
     assert (told.outcome, told.n) == (Outcome.CUT, 12) and told.exact() and f"engine={told.url}" in caplog.text
 
 
