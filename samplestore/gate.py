@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import queue
 import threading
 import time
 import weakref
@@ -26,10 +27,11 @@ _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 class _Lock:
     """An open file that can be locked. Closed when nothing refers to it any more: when its thread has ended."""
 
-    __slots__ = ("__weakref__", "fd", "queued")
+    __slots__ = ("__weakref__", "_turns", "fd", "queued")
 
     def __init__(self, path: str) -> None:
         self.fd = -1
+        self._turns: queue.SimpleQueue[_Turn | None] | None = None  # for its helper
         try:
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
@@ -44,13 +46,61 @@ class _Lock:
             raise DatabaseUnusable(path, told, f"Look at the rights: ls -ld {quote(str(folder))}") from error
         self.queued = False  # a helper thread waits in flock: closing now would give it somebody else's file
 
+    def queue(self, turn: _Turn) -> None:
+        """Have the helper wait for it. The helper stays for the next time: where processes write by turns, all of them
+        wait, and to start a thread takes longer than to be woken."""
+        self.queued = True
+        if self._turns is None:
+            self._turns = queue.SimpleQueue()
+            threading.Thread(target=_take_turns, args=(self._turns,), name="samplestore-gate", daemon=True).start()
+        self._turns.put(turn)
+
     def close(self) -> None:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+        if self._turns is not None:
+            self._turns.put(None)
 
     def __del__(self) -> None:
         self.close()
+
+
+class _Turn:
+    """A wait for the lock in the kernel's queue: flock itself knows no time limit, and polling would lose our place.
+    Whoever gives up leaves a helper that lets go at once when the turn comes."""
+
+    def __init__(self, lock: _Lock) -> None:
+        self._lock, self._guard, self._came = lock, threading.Lock(), threading.Lock()
+        self._there = self._given_up = False
+        self._came.acquire()
+
+    def take(self) -> None:
+        """In the helper."""
+        fcntl.flock(self._lock.fd, fcntl.LOCK_EX)
+        with self._guard:
+            self._lock.queued = False
+            if self._given_up:
+                self._lock.close()  # and with it the lock
+            else:
+                self._there = True
+                self._came.release()
+
+    def wait(self, timeout_s: float) -> None:
+        self._came.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+
+    def give_up(self) -> bool:
+        """Leave the queue, and the lock to the helper; false if it came just now."""
+        with self._guard:
+            self._given_up = not self._there
+            return self._given_up
+
+
+def _take_turns(turns: queue.SimpleQueue[_Turn | None]) -> None:
+    """Refers to no lock between two turns: it ends with the thread that it belongs to."""
+    while (turn := turns.get()) is not None:
+        turn.take()
+        del turn
 
 
 class Gate:
@@ -93,38 +143,22 @@ class Gate:
             os.pwrite(lock.fd, b"%-20d %-20f\n" % (os.getpid(), time.time()), 0)
 
     def _wait(self, lock: _Lock, timeout_s: float) -> None:
-        """Queue for the lock in a helper thread: flock itself knows no time limit, and polling would lose our place
-        in the kernel's queue. Whoever gives up leaves a thread that unlocks at once when its turn comes."""
-        done, guard, given_up = threading.Event(), threading.Lock(), False
-
-        def queue() -> None:
-            fcntl.flock(lock.fd, fcntl.LOCK_EX)
-            with guard:
-                lock.queued = False
-                if given_up:
-                    lock.close()  # and with it the lock
-                else:
-                    done.set()
-
-        def give_up() -> bool:
-            """Leave the queue; false if the lock came just now."""
-            nonlocal given_up
-            with guard:
-                if not done.is_set():
-                    given_up = True
-                    self._local.lock = None  # it belongs to the waiting thread now
-                return given_up
-
-        lock.queued = True
-        threading.Thread(target=queue, name="samplestore-gate", daemon=True).start()
+        turn = _Turn(lock)
+        lock.queue(turn)
         try:
-            done.wait(timeout_s)
+            turn.wait(timeout_s)
         except BaseException:  # Ctrl-C: a lock that nobody waits for would shut everybody out
-            if not give_up():
-                fcntl.flock(lock.fd, fcntl.LOCK_UN)
+            if self._gave_up(turn):
+                raise
+            fcntl.flock(lock.fd, fcntl.LOCK_UN)
             raise
-        if give_up():
+        if self._gave_up(turn):
             raise StoreBusy(self.path, timeout_s, *self._holder())
+
+    def _gave_up(self, turn: _Turn) -> bool:
+        if over := turn.give_up():
+            self._local.lock = None  # it belongs to the helper now
+        return over
 
     def _holder(self) -> tuple[int | None, float | None]:
         try:

@@ -7,12 +7,13 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import samplestore
 from samplestore.errors import StoreBusy
-from samplestore.gate import Gate
+from samplestore.gate import Gate, _Lock
 
 from ..support import factory as f
 from ..support.processes import Process, Processes
@@ -128,6 +129,45 @@ def test_descriptors_do_not_pile_up(tmp_path: Path) -> None:
     gate.close()
 
 
+def test_a_thread_has_one_helper_which_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where processes write by turns every hold waits: a thread for each would cost more than the write."""
+    path, asked = str(tmp_path / "gate"), threading.Semaphore(0)
+    helpers: list[threading.Thread] = []
+    queue = _Lock.queue
+
+    def told(lock: _Lock, turn: Any) -> None:
+        before = set(threading.enumerate())
+        queue(lock, turn)
+        if threading.current_thread() is thread:
+            helpers.extend(t for t in threading.enumerate() if t.name == "samplestore-gate" and t not in before)
+            asked.release()
+
+    monkeypatch.setattr(_Lock, "queue", told)
+    gate, other = Gate(path, 30.0), Gate(path, 30.0)
+
+    def wait_twice(mine: threading.Barrier) -> None:
+        for _ in range(2):
+            mine.wait(30.0)
+            with gate.hold():
+                pass
+            mine.wait(30.0)
+
+    mine = threading.Barrier(2)
+    thread = threading.Thread(target=wait_twice, args=(mine,))
+    thread.start()
+    for _ in range(2):
+        with other.hold():
+            mine.wait(30.0)
+            assert asked.acquire(timeout=30.0), "it does not wait"
+        mine.wait(30.0)
+    thread.join(30.0)
+    (helper,) = helpers
+    helper.join(30.0)
+    assert not helper.is_alive()
+    gate.close()
+    other.close()
+
+
 def test_an_interrupted_wait_leaves_the_gate_free(
     processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,12 +175,11 @@ def test_an_interrupted_wait_leaves_the_gate_free(
     process = holder(processes, path)
     gate = Gate(str(path), 30.0)
 
-    def interrupted(self: threading.Event, timeout: float | None = None) -> bool:
+    def interrupted(turn: Any, timeout_s: float) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        waits = threading.Event.wait
-        patch.setattr(threading.Event, "wait", lambda e, t=None: interrupted(e, t) if t == 30.0 else waits(e, t))
+        patch.setattr("samplestore.gate._Turn.wait", interrupted)
         with pytest.raises(KeyboardInterrupt), gate.hold():
             raise AssertionError("inside")
     process.kill()
