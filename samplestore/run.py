@@ -236,11 +236,9 @@ class Run:
     ) -> int:
         """Store the next segment; see verbs.samples.append. `seq` defaults to the claim's next."""
         number = expect(claim, Claim).seq if seq is None else seq
-        n = self.transact(
-            lambda tx: samples.append(
-                tx, claim, number, tokens, logprobs, version, finish_reason, kind, loss, rid, engine
-            )
-        )
+        given = (claim, number, tokens, logprobs, version, finish_reason, kind, loss, rid, engine)
+        calls = samples.prepared([(given, {})])  # before the transaction, for which other processes wait
+        (n,) = self.transact(lambda tx: samples.append_many(tx, calls))
         advance(claim, number, n, finish_reason)
         return n
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from samplestore.verbs import episodes, requests, samples, stages
-from samplestore.verbs.together import LOCKS_GROUP, Verb, Write, perform
+from samplestore.verbs.together import LOCKS_GROUP, Verb, Write, perform, prepared
 from samplestore.verbs.tx import Transactor
 
 End = tuple[Any, Any, BaseException | None]  # a future, and its result or error
@@ -175,8 +175,8 @@ class _Lane:
             self._alone(one)
 
     def _at_once(self, asked: list[_Asked]) -> bool:
-        writes = [write for a in asked for write in a.writes]
         try:
+            writes = prepared([write for a in asked for write in a.writes])
             results = iter(self._writer.run.transact(lambda tx: perform(tx, writes)))
         except Exception:  # one of them was refused, or the database is in trouble: each is tried alone
             return False
@@ -186,7 +186,8 @@ class _Lane:
 
     def _alone(self, asked: _Asked) -> None:
         try:
-            results = self._writer.run.transact(lambda tx: perform(tx, asked.writes))
+            writes = prepared(asked.writes)
+            results = self._writer.run.transact(lambda tx: perform(tx, writes))
         except BaseException as error:  # handed to whoever waits for this write
             self._writer.tell([(asked.done, None, error)])
         else:

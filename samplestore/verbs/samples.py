@@ -12,7 +12,8 @@ import sqlalchemy as sa
 
 from samplestore import arrays, codec, faults
 from samplestore.errors import InvalidSegment, InvalidSetting, LeaseLost, NotInRun, SequenceConflict, UnknownVersion
-from samplestore.models import Sample, Segment
+from samplestore.models import Sample
+from samplestore.models import Segment as SegmentRow
 from samplestore.statements import appends as ap
 from samplestore.statements import requests as rq
 from samplestore.statements import samples as st
@@ -22,7 +23,7 @@ from samplestore.verbs import flow, groups, restarts, rollouts, sampling, stages
 from samplestore.verbs.arrays import store as store_array
 from samplestore.verbs.tx import Call, Contested, Tx
 
-sample, segment = (t.__table__ for t in (Sample, Segment))
+sample, segment = (t.__table__ for t in (Sample, SegmentRow))
 
 GENERATED, ENVIRONMENT = SegmentKind.GENERATED.value, SegmentKind.ENVIRONMENT.value
 NO_IDS = np.empty(0, dtype=np.int32)
@@ -111,12 +112,9 @@ def append(
 
 def append_many(tx: Tx, calls: Sequence[Call]) -> list[int]:
     """`append` for several samples, each of them once. Raises Contested if the database refuses one of several."""
-    segments = [_segment(*args, **kwargs) for args, kwargs in calls]
+    segments = [args[0] for args, _ in prepared(calls)]
     for made in segments:
         tx.as_owner_of(made.claim)
-    payloads, sums = codec.encode_many([s.arrays for s in segments], [s.logprobs for s in segments])
-    for made, payload, total in zip(segments, payloads, sums, strict=True):
-        made.row.update(payload=payload, lp_sum=total, lp_loss=total if made.row["loss"] else 0.0)
     if _stored(tx, [made.row for made in segments]) != len(segments):
         if len(segments) > 1:
             raise Contested
@@ -142,6 +140,18 @@ def append_many(tx: Tx, calls: Sequence[Call]) -> list[int]:
     return [made.n for made in segments]
 
 
+def prepared(calls: Sequence[Call]) -> list[Call]:
+    """What an append does without a database, for several: their segments are checked and made into bytes. Calls that
+    were prepared stay as they are. Raises InvalidSegment."""
+    if all(isinstance(args[0], Segment) for args, _ in calls):
+        return list(calls)
+    segments = [_segment(*args, **kwargs) for args, kwargs in calls]
+    payloads, sums = codec.encode_many([s.arrays for s in segments], [s.logprobs for s in segments])
+    for made, payload, total in zip(segments, payloads, sums, strict=True):
+        made.row.update(payload=payload, lp_sum=total, lp_loss=total if made.row["loss"] else 0.0)
+    return [((made,), {}) for made in segments]
+
+
 def _refuse_ended(tx: Tx, rids: list[str], alone: bool) -> None:
     """Of requests that took no tokens: nobody needs to have begun them, but one that has ended is counted already.
     Raises InvalidSegment; Contested, unless the append is alone."""
@@ -153,7 +163,7 @@ def _refuse_ended(tx: Tx, rids: list[str], alone: bool) -> None:
 
 
 @dataclass(slots=True)
-class _Segment:
+class Segment:
     """A segment whose form was checked, with the values that statements/appends.py names."""
 
     claim: Claim
@@ -176,7 +186,7 @@ def _segment(
     rid: str | None = None,
     engine: str | None = None,
     abort_reason: str = "engine",
-) -> _Segment:
+) -> Segment:
     expect(claim, Claim)
     kind = GENERATED if kind == GENERATED else choice("kind", kind, SegmentKind).value
     generated = kind == GENERATED
@@ -201,7 +211,7 @@ def _segment(
         "loss_version": low if trained else None,
         "unknown": int(trained and low is None), "rid": rid, "engine": engine, "reason": reason,
     }  # fmt: skip
-    return _Segment(claim, n, (ids, probs), logprobs, abort_reason, row)
+    return Segment(claim, n, (ids, probs), logprobs, abort_reason, row)
 
 
 def _stored(tx: Tx, rows: list[dict[str, Any]]) -> int:
@@ -212,7 +222,7 @@ def _stored(tx: Tx, rows: list[dict[str, Any]]) -> int:
     return ap.MOVE_AND_STORE.execute(tx.connection, rows)
 
 
-def _tell_aborts(tx: Tx, aborted: list[_Segment]) -> None:
+def _tell_aborts(tx: Tx, aborted: list[Segment]) -> None:
     for made in aborted:
         row = tx.execute(st.OWNED, {"sample_id": made.claim.sample_id}).one()
         _tell_abort(tx, made.claim, made.abort_reason, row.n_tokens)
@@ -249,7 +259,7 @@ def _versions(version: Version) -> tuple[int | None, int | None]:
     return int(low), int(high)
 
 
-def _refused(tx: Tx, made: _Segment) -> None:
+def _refused(tx: Tx, made: Segment) -> None:
     """An append changed no row: a repetition of an acknowledged one is a success, everything else says why not."""
     claim, given = made.claim, made.row
     seq, low, high = given["seq"], given["low"], given["high"]

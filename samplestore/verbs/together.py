@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from samplestore.verbs import requests, samples, stages
@@ -34,6 +34,17 @@ class Write:
     call: Call
     group_id: int
     sample_id: int
+
+
+def prepared(writes: Sequence[Write]) -> list[Write]:
+    """What can be done of them before the transaction. On SQLite all other processes wait while one is open. Raises
+    what the first that is refused raises."""
+    places = [place for place, write in enumerate(writes) if write.verb is samples.append]
+    made = list(writes)
+    if places:
+        for place, call in zip(places, samples.prepared([writes[place].call for place in places]), strict=True):
+            made[place] = replace(writes[place], call=call)
+    return made
 
 
 def perform(tx: Tx, writes: Sequence[Write]) -> list[Any]:

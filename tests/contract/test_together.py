@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from samplestore import Store
+from samplestore import Store, codec
 from samplestore.errors import InvalidSegment, LeaseLost
 from samplestore.run import Run
 from samplestore.types import Claim, RequestInfo
@@ -242,3 +242,35 @@ def test_a_lane_that_died_holds_up_nobody(postgres_url: str) -> None:
         ends.start()
         ends.join(30)
         assert not ends.is_alive()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_segments_are_looked_through_before_the_transaction(
+    store: Store, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    """On SQLite all other processes wait for a transaction: four of them wrote a fifth less while each checked and
+    encoded its tokens in it."""
+    run = f.make_run(store)
+    claims, order = run.claim(run.register(), n), []
+    transact, encode = run.transact, codec.encode_many
+
+    def transacted(work: Any, **more: Any) -> Any:
+        order.append("transaction")
+        done = transact(work, **more)
+        order.append("committed")
+        return done
+
+    def encoded(*given: Any) -> Any:
+        order.append("encoded")
+        return encode(*given)
+
+    monkeypatch.setattr(run, "transact", transacted)
+    monkeypatch.setattr(codec, "encode_many", encoded)
+    run.append(claims[0], [1, 2], [-0.5, -0.5], 0)
+    assert order == ["encoded", "transaction", "committed"]
+    order.clear()
+    writer = Writer(run)
+    done = writer.submit_together([(samples.append, c, c.seq, [3], [-0.5], 0) for c in claims])
+    assert done.result(30) == [1] * n
+    writer.close()
+    assert order == ["encoded", "transaction", "committed"]
