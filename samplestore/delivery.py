@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from samplestore.statements.lists import among
 from samplestore.statements.prepared import Prepared
 from samplestore.states import SegmentKind, StalePolicy
 from samplestore.tensors import BatchSample, Whole
+from samplestore.types import Ids
 from samplestore.verbs.tx import Transactor
 from samplestore.words import amount
 
@@ -67,22 +70,22 @@ SAMPLES = Prepared(
     .order_by(batch_group.c.position, sample.c.index)
 )  # fmt: skip
 ALIVE = (segment.c.sample_id == sample.c.id) & (segment.c.incarnation == sample.c.incarnation)
+# The first two put a sample's segments in order, in _by_sample.
 MARK = (
-    segment.c.sample_id, segment.c.loss, segment.c.kind, segment.c.version_min, segment.c.version_max,
-    segment.c.attempt, segment.c.request_rid, segment.c.n_tokens,
+    segment.c.sample_id, segment.c.seq, segment.c.loss, segment.c.kind, segment.c.version_min, segment.c.n_tokens,
 )  # fmt: skip
-BY_SAMPLE = (segment.c.sample_id, segment.c.seq)
-# What tells which tokens are trained, of all; the tokens themselves, of all or of some.
-MARKS, SEGMENTS = (
-    Prepared(sa.select(*columns).select_from(IN_BATCH.join(segment, ALIVE)).where(OF_BATCH).order_by(*BY_SAMPLE))
-    for columns in (MARK, (*MARK, segment.c.payload))
-)
-SEGMENTS_OF = Prepared(
-    sa.select(*MARK, segment.c.payload)
-    .select_from(segment.join(sample, ALIVE))
-    .where(among(sample.c.id, "ids"))
-    .order_by(*BY_SAMPLE)
-)
+RESUMES = (segment.c.version_max, segment.c.attempt, segment.c.request_rid)  # for masks.resumed_at
+
+
+@cache
+def _segments(*, tokens: bool, resumes: bool, of: str = "batch") -> Prepared:
+    """What tells which tokens are trained, and the tokens themselves; of a batch, or of the samples with some ids.
+    Unsorted: to sort rows with their payloads takes a database as long again as to read them."""
+    columns = (*MARK, *(RESUMES if resumes else ()), *((segment.c.payload,) if tokens else ()))
+    found = sa.select(*columns)
+    if of == "batch":
+        return Prepared(found.select_from(IN_BATCH.join(segment, ALIVE)).where(OF_BATCH))
+    return Prepared(found.select_from(segment.join(sample, ALIVE)).where(among(sample.c.id, "ids")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +109,10 @@ def read(run: Transactor, batch_id: int, policy: dict[str, Any], current: int, o
     rule = _Loss(policy, rows.behind)
     trained = {id: rule.trained(pieces) for id, pieces in (rows.marks | rows.pieces).items()}
     runs = {id: _runs(id, pieces, trained[id], rule.needs_logprobs) for id, pieces in rows.pieces.items()}
+    prompts = {row.id: (row, codec.ids_from(row.prompt_ids)) for row in rows.groups}
     # Episodes give rewards without a stage, too: where some have one, a sample without is not one of 0.
     rewarded = run.settings.gives_rewards or any(row.reward is not None for row in rows.samples)
     views = {row.id: BatchGroupView(row.id, row.number, row.staleness, []) for row in rows.groups}
-    prompts = {row.id: row for row in rows.groups}
     wanted = None if only is None else set(only)
     whole = []
     for row in rows.samples:
@@ -120,7 +123,7 @@ def read(run: Transactor, batch_id: int, policy: dict[str, Any], current: int, o
         reward = float("nan") if unscored else row.reward or 0.0
         whole.append((row.id, row.group_id, row.parent_id or row.id, reward, n_trained))
         if wanted is None or row.id in wanted:
-            views[row.group_id].samples.append(_sample(row, prompts[row.group_id], runs, unscored))
+            views[row.group_id].samples.append(_sample(row, *prompts[row.group_id], runs, unscored))
     return Delivery([view for view in views.values() if view.samples], Whole.of(whole), rows.behind)
 
 
@@ -136,22 +139,23 @@ def _rows(
     connection: sa.Connection, run_id: int, batch_id: int, policy: dict[str, Any], current: int,
     only: Sequence[int] | None,
 ) -> _Rows:  # fmt: skip
-    of_batch = {"of_batch": batch_id}
+    of_batch, resumes = {"of_batch": batch_id}, bool(policy.get("mask_offpolicy"))
+    some = _segments(tokens=True, resumes=resumes, of="samples")
     samples = SAMPLES.rows(connection, of_batch)
     if only is None:
         mine, groups = samples, GROUPS.rows(connection, of_batch)
-        pieces = _by_sample(SEGMENTS.rows(connection, of_batch))
+        pieces = _by_sample(_segments(tokens=True, resumes=resumes).rows(connection, of_batch))
         marks = dict(pieces)
     else:
         wanted = set(only)
         mine = [row for row in samples if row.id in wanted]
         groups = SOME_GROUPS.rows(connection, {**of_batch, "ids": sorted({row.group_id for row in mine})})
-        pieces = _by_sample(SEGMENTS_OF.rows(connection, {"ids": sorted(wanted)}))
-        marks = _by_sample(MARKS.rows(connection, of_batch))
+        pieces = _by_sample(some.rows(connection, {"ids": sorted(wanted)}))
+        marks = _by_sample(_segments(tokens=False, resumes=resumes).rows(connection, of_batch))
     # Samples that failed are not delivered themselves, but their forks begin with their tokens.
     absent = {row.parent_id for row in mine if row.parent_upto} - {row.id for row in mine}
     if absent:
-        pieces |= _by_sample(SEGMENTS_OF.rows(connection, {"ids": sorted(absent)}))
+        pieces |= _by_sample(some.rows(connection, {"ids": sorted(absent)}))
     for row in mine:
         pieces.setdefault(row.id, [])
     behind = lags(connection, run_id, current) if policy["stale"] == StalePolicy.MASK else {}
@@ -160,24 +164,24 @@ def _rows(
 
 def _by_sample(segments: Sequence[Any]) -> dict[int, list[Any]]:
     found: dict[int, list[Any]] = defaultdict(list)
-    for piece in segments:
+    for piece in sorted(segments):
         found[piece.sample_id].append(piece)
     return dict(found)
 
 
-def _sample(row: Any, about: Any, runs: dict[int, responses.Runs], unscored: bool) -> BatchSample:
-    prompt_ids, response, shared = codec.ids_from(about.prompt_ids), runs[row.id], 0
+def _sample(row: Any, about: Any, prompt_ids: Ids, runs: dict[int, responses.Runs], unscored: bool) -> BatchSample:
+    response, shared, images = runs[row.id], 0, about.images or ()
     if row.parent_id is not None:
         prompt_ids, response = forks.delivered(row, prompt_ids, runs, response[0].ids.size)
         shared = 0 if row.parent_upto is None else responses.length(response) - responses.length(runs[row.id])
+        images = () if row.parent_upto is None else images
     if row.removed is not None or unscored:
         response = tuple(run.untrained() for run in response)  # derived when read, as the staleness policy is
-    return BatchSample(
+    return BatchSample.made(
         sample_id=row.id, group_id=row.group_id, group_number=about.number, index=row.place, prompt_ids=prompt_ids,
         runs=response, reward=row.reward, status=row.status, finish_reason=row.finish_reason,
         label=codec.own(about.label), metadata=codec.own(about.meta or {}), removed=row.removed, unscored=unscored,
-        rollout_id=row.parent_id or row.id, shared=shared,
-        images=() if row.parent_id is not None and row.parent_upto is None else tuple(about.images or ()),
+        rollout_id=row.parent_id or row.id, shared=shared, images=tuple(images),
     )  # fmt: skip
 
 
@@ -192,6 +196,8 @@ class _Loss:
 
     def trained(self, pieces: Sequence[Any]) -> list[bool]:
         """Of a sample's segments in order."""
+        if not (self._masks or self._offpolicy):
+            return [bool(piece.loss) for piece in pieces]
         since = masks.resumed_at(pieces) if self._offpolicy else 0
         return [
             self._in_window(piece) and (place >= since or piece.kind != SegmentKind.GENERATED)
@@ -208,9 +214,10 @@ class _Loss:
 
 def _n_trained(row: Any, marks: dict[int, list[Any]], trained: dict[int, list[bool]]) -> int:
     """A sample's own trained tokens. The first segment of a fork with a prompt of its own is that prompt."""
-    first = int(row.parent_id is not None and row.parent_upto is None)
-    pieces = zip(marks.get(row.id, ())[first:], trained.get(row.id, ())[first:], strict=True)
-    return sum(piece.n_tokens for piece, taken in pieces if taken)
+    sizes = [piece.n_tokens for piece in marks.get(row.id, ())]
+    if row.parent_id is not None and row.parent_upto is None:
+        sizes[:1] = [0]
+    return sum(compress(sizes, trained.get(row.id, ())))
 
 
 def _runs(sample_id: int, pieces: Sequence[Any], trained: Sequence[bool], needs_logprobs: bool) -> responses.Runs:
@@ -222,5 +229,6 @@ def _runs(sample_id: int, pieces: Sequence[Any], trained: Sequence[bool], needs_
             if taken and needs_logprobs:
                 raise MissingLogprobs(sample_id)
             probs = np.zeros(tokens.size, np.float32)
-        runs.append(responses.Run(tokens, probs, taken, -1 if piece.version_min is None else piece.version_min))
+        version = piece.version_min
+        runs.append(responses.Run(tokens, probs, taken, -1 if version is None else version))
     return tuple(runs)

@@ -27,7 +27,7 @@ Runs = tuple[Run, ...]
 
 
 def length(runs: Sequence[Run]) -> int:
-    return sum(run.ids.size for run in runs)
+    return sum([run.ids.size for run in runs])
 
 
 def n_trained(runs: Sequence[Run]) -> int:
