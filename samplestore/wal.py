@@ -8,7 +8,10 @@ copies most of it while writers go on, and the little that came meanwhile behind
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -89,6 +92,7 @@ class Checkpointer:
             length, copied = _checkpoint(connection, "PASSIVE")
             if length - copied > REST_PAGES:
                 return self._held_back(connection, length)  # a reader needs it: the gate would not help
+            _flush(connection)
             behind, _ = _checkpoint(connection, "NOOP")
             if behind - copied <= REST_PAGES:
                 break
@@ -110,6 +114,32 @@ class Checkpointer:
             "the WAL of %s has %d MiB and can't be used again for %.0f s now: %s keeps it. It grows until that ends",
             path, pages * page >> 20, time.monotonic() - self._held_since, who,
         )  # fmt: skip
+
+
+def _flush(connection: Any) -> None:
+    """Have the disk take what was copied so far. SQLite does so only once all is copied, which is behind the gate:
+    writers waited 20 to 40 ms there for 32 MiB that had been copied before. Raises OSError if the disk refuses.
+
+    The descriptor is one of SQLite's own: to close another of that file would drop the locks of this whole process.
+    """
+    path = os.path.realpath(connection.execute("PRAGMA database_list").fetchone()[2])
+    for fd in _descriptors(path):
+        try:
+            return os.fsync(fd)
+        except OSError as error:
+            if error.errno != errno.EBADF:  # its connection was closed just now
+                raise
+
+
+def _descriptors(path: str) -> list[int]:
+    """Of this process, of that file; none where there is no /proc: the flush behind the gate takes longer then."""
+    found = []
+    with contextlib.suppress(OSError):
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile, as the listing's own is
+                if os.readlink(f"/proc/self/fd/{fd}") == path:
+                    found.append(int(fd))
+    return found
 
 
 def _checkpoint(connection: Any, mode: str) -> tuple[int, int]:

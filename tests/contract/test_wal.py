@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,9 @@ def pages(run: Run) -> tuple[int, int]:
         connection.close()
 
 
+descriptors = wal._descriptors
+
+
 def look(run: Run) -> None:
     connection = run.database._sqlite_writer()
     try:
@@ -61,6 +66,45 @@ def test_a_long_wal_is_copied_and_used_again(run: Run) -> None:
     fill(run, claim, 1)
     assert pages(run)[0] < 64, "the commit after it starts the WAL afresh"
     assert Path(f"{run.database.path}-wal").stat().st_size == size
+    f.sound(run)
+
+
+def test_the_disk_has_it_before_writers_wait(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite flushes the file when all of it is copied, which is behind the gate."""
+    claim = run.claim(f.register(run), 1)[0]
+    fill(run, claim, 8)
+    order: list[str] = []
+    flush, hold = os.fsync, run.database.checkpointer._gate
+
+    def flushed(fd: int) -> None:
+        flush(fd)
+        order.append(os.readlink(f"/proc/self/fd/{fd}"))
+
+    def held() -> Any:
+        order.append("gate")
+        return hold()
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(run.database.checkpointer, "_gate", held)
+    look(run)
+    assert order == [str(run.database.path), "gate"]
+    fill(run, claim, 8)
+    monkeypatch.setattr(wal, "_descriptors", lambda path: [10_000, *descriptors(path)])  # one that was closed just now
+    look(run)
+    assert order == [str(run.database.path), "gate"] * 2
+    f.sound(run)
+
+
+def test_a_disk_that_refuses_is_not_passed_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(run, run.claim(f.register(run), 1)[0], 8)
+
+    def refuses(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refuses)
+    with pytest.raises(OSError, match="Input/output error"):
+        look(run)
+    monkeypatch.undo()
     f.sound(run)
 
 
