@@ -240,6 +240,8 @@ MAX_WHOLE = 2**31 - 1  # larger counts are typing errors; both databases could h
 
 def whole(name: str, value: Any, low: int = 0, high: int = MAX_WHOLE) -> int:
     """`value` if it is a whole number from `low` to `high`. Raises InvalidSetting."""
+    if type(value) is int and low <= value <= high:
+        return value
     _check(name, value, f"a whole number from {low} to {high}", lambda v: _whole(v) and low <= v <= high)
     return int(value)
 

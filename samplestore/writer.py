@@ -36,7 +36,7 @@ SHARES: frozenset[Verb] = LOCKS_GROUP | {
 LANES = 2  # on PostgreSQL: a fifth to two fifths more appends a second than with one, for one more connection
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Asked:
     """Writes that are made together, and the future of whoever waits for them."""
 
@@ -48,7 +48,7 @@ class _Asked:
     @property
     def shares(self) -> bool:
         """Whether they may be in one commit with others."""
-        return all(write.verb in SHARES for write in self.writes)
+        return all([write.verb in SHARES for write in self.writes])
 
     def result(self, results: list[Any]) -> Any:
         return results[0] if self.single else results
@@ -111,7 +111,8 @@ class Writer:
     def tell(self, ends: list[End]) -> None:
         """Hand results to whoever waits. Called by the lanes."""
         if self.loop is None:
-            _settle(ends)
+            for end in ends:
+                _settle(*end)
         else:
             self._ends.extend(ends)
             if not self._woken:  # to wake a busy loop once more costs as much as an append
@@ -122,7 +123,7 @@ class Writer:
         """In the loop. What comes after the flag has fallen wakes it again."""
         self._woken = False
         while self._ends:
-            _settle([self._ends.popleft()])
+            _settle(*self._ends.popleft())
 
     def close(self) -> None:
         """Write what was queued, then end the threads."""
@@ -195,14 +196,13 @@ class _Lane:
             self._writer.tell([(asked.done, asked.result(results), None)])
 
 
-def _settle(ends: list[End]) -> None:
-    for done, result, error in ends:
-        if done.cancelled():
-            continue  # of a task that was cancelled: the write is made all the same
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
+def _settle(done: Any, result: Any, error: BaseException | None) -> None:
+    if done.cancelled():
+        return  # of a task that was cancelled: the write is made all the same
+    if error is None:
+        done.set_result(result)
+    else:
+        done.set_exception(error)
 
 
 def _write(verb: Verb, claim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Write:

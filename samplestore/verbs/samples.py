@@ -248,6 +248,8 @@ def note_abort(tx: Tx, claim: Claim, reason: str, rid: str | None = None) -> Non
 
 
 def _versions(version: Version) -> tuple[int | None, int | None]:
+    if version is None or type(version) is int:  # nearly always
+        return version, version
     low, high = version if isinstance(version, tuple) else (version, version)
     for number in (low, high):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int | np.integer)):

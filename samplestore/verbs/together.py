@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from samplestore.verbs import requests, samples, stages
 from samplestore.verbs.tx import Call, Tx
@@ -26,8 +25,7 @@ MANY: dict[Verb, Callable[[Tx, Sequence[Call]], list[Any]]] = {
 LOCKS_GROUP: frozenset[Verb] = frozenset({samples.finish, samples.fail, stages.score, stages.fail_stage})
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(NamedTuple):
     """`verb(tx, *call[0], **call[1])`, which touches one sample of one group (0: none)."""
 
     verb: Verb
@@ -43,7 +41,7 @@ def prepared(writes: Sequence[Write]) -> list[Write]:
     made = list(writes)
     if places:
         for place, call in zip(places, samples.prepared([writes[place].call for place in places]), strict=True):
-            made[place] = replace(writes[place], call=call)
+            made[place] = writes[place]._replace(call=call)
     return made
 
 
