@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from samplestore.cli import exits
-from samplestore.workers import control, routers
+from samplestore.workers import engine_state, routers
 from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.replies import EngineError
 
@@ -64,7 +64,7 @@ async def at_once(urls: Sequence[str], call: Call, timeout_s: float) -> list[Tol
             said = str(error)
         except TimeoutError:
             said = f"no answer within {timeout_s:g} s"
-        return Told(url, said, failed=True, serves=await control.served_label(client, url, LOOK_S))
+        return Told(url, said, failed=True, serves=await engine_state.served_label(client, url, LOOK_S))
 
     async with EngineClient(timeout_s) as client:
         return list(await asyncio.gather(*(one(client, url) for url in urls)))
@@ -82,7 +82,7 @@ async def one_first(urls: Sequence[str], call: Call, timeout_s: float, unsure: U
         [tried] = await at_once([first], call, timeout_s)
         if not tried.failed:
             return [tried, *await at_once(others, call, timeout_s)]
-        labels = await asyncio.gather(*(control.served_label(client, url, LOOK_S) for url in others))
+        labels = await asyncio.gather(*(engine_state.served_label(client, url, LOOK_S) for url in others))
     said = f"not told, since {first} did not take it"
     held = [
         Told(url, f"{said}; serves {label}" if label else said, failed=True, serves=label, held_back=True)
@@ -93,7 +93,7 @@ async def one_first(urls: Sequence[str], call: Call, timeout_s: float, unsure: U
 
 async def looks_alive(client: EngineClient, url: str) -> bool:
     try:
-        await control.health(client, url, HEALTH_S)
+        await engine_state.health(client, url, HEALTH_S)
     except EngineError:
         return False
     return True
@@ -116,16 +116,19 @@ async def see(client: EngineClient, url: str) -> dict[str, Any]:
             return error
 
     # Alone, as a router does: SGLang takes its answer to any other question as a sign of health too.
-    well = await ask(control.health(client, url, LOOK_S))
+    well = await ask(engine_state.health(client, url, LOOK_S))
     info, server, load, generated = await asyncio.gather(
-        *(ask(f(client, url, LOOK_S)) for f in (control.info, control.server, control.load, control.generated_tokens))
+        *(
+            ask(f(client, url, LOOK_S))
+            for f in (engine_state.info, engine_state.server, engine_state.load, engine_state.generated_tokens)
+        )
     )
     error = next((e for e in (info, well) if isinstance(e, EngineError)), None)
-    load = load if isinstance(load, control.Load) else control.Load()
+    load = load if isinstance(load, engine_state.Load) else engine_state.Load()
     return {
         "health": "ok" if error is None else "no answer" if isinstance(info, EngineError) else "fails",
-        "label": info.label if isinstance(info, control.Info) else None,
-        "release": server.release if isinstance(server, control.Server) else None,
+        "label": info.label if isinstance(info, engine_state.Info) else None,
+        "release": server.release if isinstance(server, engine_state.Server) else None,
         "running": load.running,
         "queued": load.queued,
         "tokens": load.tokens,

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from samplestore.states import WeightUpdateMode
 from samplestore.verbs import weights
-from samplestore.workers import control, routers
+from samplestore.workers import control, engine_state, routers
 from samplestore.workers.dispatch import NO_LIMITS, Dispatcher, EngineLimits, Target
 from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.members import Members, Needs
@@ -97,7 +97,7 @@ class Fleet:
         if self.max_queued is None:
             return
         try:
-            self.queued[url] = (await control.load(self.client, url)).queued or 0
+            self.queued[url] = (await engine_state.load(self.client, url)).queued or 0
         except EngineError as error:
             self.queued.pop(url, None)  # a limit must not stop the run because a release can't tell
             log.debug("engine=%s tells no queue: %s", url, error)
@@ -261,10 +261,10 @@ class Fleet:
         try:
             if before is None and url in self.given and await routers.is_router(self.client, url):
                 raise EngineError("setup", f"{url} is a router, not an engine. Say --router {url}")
-            label = (await control.info(self.client, url)).label
+            label = (await engine_state.info(self.client, url)).label
             fresh = before is None or url in self._down
             if fresh or before != label:  # it may have been started otherwise
-                self.members.learn(url, await control.server(self.client, url), fresh)
+                self.members.learn(url, await engine_state.server(self.client, url), fresh)
         except EngineError as error:
             if error.kind == "setup" and not self.looked:
                 raise  # one that joins later is left out: the others do well without it
@@ -317,8 +317,8 @@ class Fleet:
         self._counted[url] = now
         base = await self.read(lambda c: weights.counter_base(c, url))
         try:
-            facts = await control.facts(self.client, url)
-            label = (await control.info(self.client, url)).label  # that took a while: an update may have ended
+            facts = await engine_state.facts(self.client, url)
+            label = (await engine_state.info(self.client, url)).label  # that took a while: an update may have ended
         except EngineError as error:
             log.info("engine=%s tells no counters: %s", url, error)
             return await self.write(weights.see_engine, url, label)

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from samplestore.models import Request, Segment
 from samplestore.queries import images
 from samplestore.types import Claim
-from samplestore.workers import control
+from samplestore.workers import engine_state
 from samplestore.workers.fleet import Fleet
 from samplestore.workers.generation import Limits
 from samplestore.workers.replies import EngineError, PromptRefused
@@ -63,7 +63,7 @@ def require_kept(fleet: Fleet, claim: Claim, limits: Limits) -> None:
     if (rewriting := fleet.members.rewriting) is not None and (limits.resumes or claim.n_tokens):
         raise EngineError(
             "setup",
-            f"{rewriting} is older than SGLang {'.'.join(map(str, control.IDS_SINCE))}: it decodes prompts "
+            f"{rewriting} is older than SGLang {'.'.join(map(str, engine_state.IDS_SINCE))}: it decodes prompts "
             "with images and encodes them again, so that a sample can't go on from its tokens. Start a newer one, or "
             "make the run with resume=False",
         )

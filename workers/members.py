@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from samplestore.workers import control
-from samplestore.workers.control import Server
+from samplestore.workers import engine_state
+from samplestore.workers.engine_state import Server
 from samplestore.workers.replies import MAX_CUMULATIVE_TOKENS, MIN_CUMULATIVE_CHUNK, EngineError
 
 
@@ -95,7 +95,7 @@ class Members:
     @property
     def rewriting(self) -> str | None:
         """One that makes tokens of its own of prompts with images."""
-        return next((url for url, s in sorted(self._servers.items()) if control.rewrites_beside_images(s)), None)
+        return next((url for url, s in sorted(self._servers.items()) if engine_state.rewrites_beside_images(s)), None)
 
 
 def others(models: Mapping[str, Mapping[str, Any]], trusted: Collection[str]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from samplestore.media import Image
 from samplestore.types import StageClaim
 from samplestore.verbs import stages
 from samplestore.words import amount
-from samplestore.workers import control
+from samplestore.workers import engine_state
 from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.replies import EngineError
 from samplestore.workers.rewards import RewardPoolStopped
@@ -109,7 +109,7 @@ class TeacherStage:
     async def _vocabulary(self, url: str) -> int:
         """Ids below this are the teacher's. Raises EngineError."""
         if url not in self._vocabularies:
-            self._vocabularies[url] = (await control.server(self.client, url)).vocab_size or VOCAB_BOUND
+            self._vocabularies[url] = (await engine_state.server(self.client, url)).vocab_size or VOCAB_BOUND
         return self._vocabularies[url]
 
     def _refuse_unknown(self, url: str, ids: Sequence[int], size: int) -> None:

@@ -18,7 +18,7 @@ from samplestore.clock import db_now
 from samplestore.errors import LeaseLost, SampleStoreError
 from samplestore.states import WeightUpdateMode
 from samplestore.verbs import weights
-from samplestore.workers import control
+from samplestore.workers import control, engine_state
 from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.replies import EngineError
 from samplestore.workers.routers import register, unregister
@@ -91,7 +91,7 @@ class Updates:
             return True
         others = [row for row in engines if row.url != url]
         died = died_of_it([row for row in engines if row.url == url], path)
-        if died and await control.served_label(self.client, url, BACK_S) is None:
+        if died and await engine_state.served_label(self.client, url, BACK_S) is None:
             return False  # not back: all that came of it is an error in the place of the one that the others go by
         if (why := why_not_yet(others, label, path)) is None:
             return True
@@ -114,7 +114,7 @@ class Updates:
             if was_out:
                 await self.put_back(url)
         except Exception as failure:  # whatever it is, the claim must end, and the reason be seen
-            now, error = await control.served_label(self.client, url), str(failure) or type(failure).__name__
+            now, error = await engine_state.served_label(self.client, url), str(failure) or type(failure).__name__
             log.error("engine=%s update failed, it gets no more requests: %s", url, failure)
             await self.unlist(url)
         served[url] = now

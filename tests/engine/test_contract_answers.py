@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from samplestore.workers import control
+from samplestore.workers import engine_state
 from samplestore.workers.replies import EngineError
 from samplestore.workers.teacher import read_logprobs
 from tests.engine.contract import CONTEXT, PROMPT, Talk, job, refused
@@ -73,7 +73,7 @@ async def test_an_engine_that_ignores_seeds_says_so(talk: Talk) -> None:
     """SGLang takes a seed and draws without it, unless it was started for it: a worker must know that beforehand. The
     embedded engine needs no flag."""
     await talk.begin(talk.engine.weights.a, "seeded")
-    server = await control.server(talk.client, talk.engine.url)
+    server = await engine_state.server(talk.client, talk.engine.url)
     answers = [(await talk.ask(job(f"seed-{n}", 20, sampling_seed=7))).ids for n in range(2)]
     assert len(answers[0]) == 20 and (answers[0] == answers[1]) == server.embedded
     assert server.deterministic is (None if server.embedded else False)
@@ -83,7 +83,7 @@ async def test_an_engine_that_ignores_seeds_says_so(talk: Talk) -> None:
 
 async def test_an_engine_tells_which_model_it_serves(talk: Talk) -> None:
     """Workers compare it with the others': every fresh engine says "default", whatever its model is."""
-    model = (await control.server(talk.client, talk.engine.url)).model
+    model = (await engine_state.server(talk.client, talk.engine.url)).model
     config = json.loads((talk.engine.weights.a / "config.json").read_text())
     assert model == {
         "architecture": config["architectures"][0], "vocabulary": config["vocab_size"],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from samplestore.verbs import weights
-from samplestore.workers.control import Server
+from samplestore.workers.engine_state import Server
 from samplestore.workers.members import Members, Needs, others
 from tests.support import factory
 from tests.support.router import Router

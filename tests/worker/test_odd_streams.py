@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from samplestore.workers import control
+from samplestore.workers import control, engine_state
 from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.replies import EngineError, ReplyReader
 from tests.support.processes import HOST
@@ -101,7 +101,7 @@ async def test_redirects_are_not_followed(status: int) -> None:
             with pytest.raises(EngineError, match="sends elsewhere"):
                 await control.abort(client, url, "rid")
             with pytest.raises(EngineError, match="sends elsewhere"):
-                await control.info(client, url)
+                await engine_state.info(client, url)
     assert "/elsewhere" not in seen
 
 

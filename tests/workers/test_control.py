@@ -11,7 +11,7 @@ import pytest
 
 from samplestore.states import WeightUpdateMode
 from samplestore.types import EngineFacts
-from samplestore.workers import control
+from samplestore.workers import control, engine_state
 from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.replies import EngineError
 from tests.workers.canned import canned
@@ -34,21 +34,21 @@ async def client() -> AsyncIterator[EngineClient]:
 @pytest.mark.parametrize("page", ["/model_info", "/get_model_info"])
 async def test_info_under_the_newer_and_the_older_name(client: EngineClient, page: str) -> None:
     async with canned({f"GET {page}": {"weight_version": "v7", "model_path": "/m"}}) as engine:
-        assert await control.info(client, engine.url) == control.Info("v7", "/m")
+        assert await engine_state.info(client, engine.url) == engine_state.Info("v7", "/m")
 
 
 @pytest.mark.parametrize("told", [["a"], "text", None])
 async def test_info_that_is_no_object_is_broken(client: EngineClient, told: Any) -> None:
     async with canned({"GET /model_info": (200, told)}) as engine:
         with pytest.raises(EngineError, match="model_info answered") as raised:
-            await control.info(client, engine.url)
+            await engine_state.info(client, engine.url)
         assert raised.value.kind == "broken"
 
 
 async def test_what_is_no_engine(client: EngineClient) -> None:
     async with canned({}) as other:
         with pytest.raises(EngineError, match="no SGLang engine"):
-            await control.info(client, other.url)
+            await engine_state.info(client, other.url)
 
 
 async def test_server_takes_the_context_length_from_the_model_where_none_was_given(
@@ -60,7 +60,7 @@ async def test_server_takes_the_context_length_from_the_model_where_none_was_giv
         "GET /v1/models": {"data": [{"id": "m", "max_model_len": 4096}]},
     }
     async with canned(answers) as engine:
-        told = await control.server(client, engine.url)
+        told = await engine_state.server(client, engine.url)
     assert (told.context_length, told.vocab_size, told.release, told.incremental) == (4096, 512, "0.5.23", True)
     assert told.routed_experts is None
 
@@ -69,19 +69,19 @@ async def test_server_takes_the_context_length_from_the_model_where_none_was_giv
 async def test_server_believes_no_nonsense(client: EngineClient, wrong: Any) -> None:
     answers = {"GET /server_info": {"context_length": wrong, "vocab_size": wrong, "version": 5, "page_size": wrong}}
     async with canned(answers) as engine:
-        assert await control.server(client, engine.url) == control.Server()
+        assert await engine_state.server(client, engine.url) == engine_state.Server()
 
 
 async def test_a_release_without_server_info_tells_nothing(client: EngineClient) -> None:
     async with canned({}) as engine:
-        assert await control.server(client, engine.url) == control.Server()
-        assert await control.load(client, engine.url) == control.Load()
-        assert await control.generated_tokens(client, engine.url) is None
+        assert await engine_state.server(client, engine.url) == engine_state.Server()
+        assert await engine_state.load(client, engine.url) == engine_state.Load()
+        assert await engine_state.generated_tokens(client, engine.url) is None
 
 
 async def test_load_is_over_all_ranks(client: EngineClient) -> None:
     async with canned({"GET /v1/loads": LOADS}) as engine:
-        assert await control.load(client, engine.url) == control.Load(4, 2, 60)
+        assert await engine_state.load(client, engine.url) == engine_state.Load(4, 2, 60)
 
 
 @pytest.mark.parametrize("newer", [(404, ""), (500, "Internal Server Error")])
@@ -89,14 +89,14 @@ async def test_load_of_older_releases(client: EngineClient, newer: tuple[int, st
     """Theirs counts what waits among the requests."""
     older = [{"num_reqs": 3, "num_waiting_reqs": 1, "num_tokens": 22}]
     async with canned({"GET /v1/loads": newer, "GET /get_load": older}) as engine:
-        assert await control.load(client, engine.url) == control.Load(2, 1, 22)
+        assert await engine_state.load(client, engine.url) == engine_state.Load(2, 1, 22)
 
 
 @pytest.mark.parametrize("told", [{"loads": 3}, {"loads": [1]}, [], "x"])
 async def test_broken_loads(client: EngineClient, told: Any) -> None:
     async with canned({"GET /v1/loads": (200, told)}) as engine:
         with pytest.raises(EngineError, match="/v1/loads answered"):
-            await control.load(client, engine.url)
+            await engine_state.load(client, engine.url)
 
 
 @pytest.mark.parametrize(
@@ -110,20 +110,20 @@ async def test_broken_loads(client: EngineClient, told: Any) -> None:
 )
 async def test_generated_tokens(client: EngineClient, page: str, expected: int | None) -> None:
     async with canned({"GET /metrics": page}) as engine:
-        assert await control.generated_tokens(client, engine.url) == expected
+        assert await engine_state.generated_tokens(client, engine.url) == expected
 
 
 @pytest.mark.parametrize("value", ["NaN", "-1", "+Inf", "many"])
 async def test_a_counter_that_is_no_count(client: EngineClient, value: str) -> None:
     async with canned({"GET /metrics": f"sglang:generation_tokens_total {value}\n"}) as engine:
         with pytest.raises(EngineError, match="no number of tokens"):
-            await control.generated_tokens(client, engine.url)
+            await engine_state.generated_tokens(client, engine.url)
 
 
 async def test_facts(client: EngineClient) -> None:
     answers = {"GET /server_info": SERVER, "GET /v1/loads": LOADS, "GET /metrics": METRICS}
     async with canned(answers) as engine:
-        assert await control.facts(client, engine.url) == EngineFacts(1_200_008, 2048, "0.5.23", 4, 2)
+        assert await engine_state.facts(client, engine.url) == EngineFacts(1_200_008, 2048, "0.5.23", 4, 2)
 
 
 async def test_an_update_always_names_the_label_and_whether_to_abort(client: EngineClient) -> None:

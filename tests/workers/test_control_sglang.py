@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from samplestore.states import WeightUpdateMode
-from samplestore.workers import control
+from samplestore.workers import control, engine_state
 from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.replies import EngineError
 from tests.support.models import VOCAB, build_model
@@ -49,7 +49,7 @@ async def _paused_amid(client: EngineClient, url: str) -> tuple[str, asyncio.Tas
         await control.pause(client, url, "in_place")
         # An answer that was on its way when the engine paused is here before that of many other calls.
         for _ in range(20):
-            await control.server(client, url)
+            await engine_state.server(client, url)
         if not task.done():
             return rid, task
         await control.proceed(client, url)
@@ -60,32 +60,32 @@ async def _paused_amid(client: EngineClient, url: str) -> tuple[str, asyncio.Tas
 async def test_control_calls(client: EngineClient, processes: Processes, tmp_path: Path, release: str) -> None:
     first, second = (build_model(tmp_path / f"v{n}", seed=n, context=CONTEXT) for n in (0, 1))
     url = start_sglang(processes, first, release=release).url
-    assert await control.info(client, url) == control.Info("v0", str(first))
-    told = await control.server(client, url)
+    assert await engine_state.info(client, url) == engine_state.Info("v0", str(first))
+    told = await engine_state.server(client, url)
     assert (told.context_length, told.vocab_size, told.release) == (CONTEXT, VOCAB, release)
     assert (told.metrics, told.memory_saver, told.routed_experts, told.speculative) == (True, False, False, None)
 
     # load and counter
-    before = await control.generated_tokens(client, url)
+    before = await engine_state.generated_tokens(client, url)
     assert before is not None
     assert await _generate(client, url, "a" * 32, 7) == 7
     counted = before + 7
     await wait_until_async(
-        lambda: _is(control.generated_tokens(client, url), counted), what="7 tokens more", timeout=WAIT_S
+        lambda: _is(engine_state.generated_tokens(client, url), counted), what="7 tokens more", timeout=WAIT_S
     )
-    facts = await control.facts(client, url)
+    facts = await engine_state.facts(client, url)
     assert (facts.context_length, facts.release) == (CONTEXT, release)
 
     # our launcher switches off that health checks generate: a paused engine stays well
     rid, running = await _paused_amid(client, url)
-    await control.health(client, url, 20.0)
-    assert (await control.load(client, url)).running == 1
+    await engine_state.health(client, url, 20.0)
+    assert (await engine_state.load(client, url)).running == 1
     with pytest.raises(EngineError, match="enable-memory-saver"):
         await control.release_memory(client, url)
     # of a frozen request it is heard when the engine goes on
     await control.abort(client, url, rid)
     await control.proceed(client, url)
-    await control.health(client, url, 30.0)
+    await engine_state.health(client, url, 30.0)
     assert 0 < await running < LONG
     await wait_until_async(lambda: _is_idle(client, url), what="nothing runs", timeout=WAIT_S)
 
@@ -94,7 +94,7 @@ async def test_control_calls(client: EngineClient, processes: Processes, tmp_pat
         await control.change_weights(client, url, str(second), f"v-{mode}", mode)
     with pytest.raises(EngineError):
         await control.change_weights(client, url, str(tmp_path / "missing"), "v9", WeightUpdateMode.ABORT)
-    assert (await control.info(client, url)).label == f"v-{list(WeightUpdateMode)[-1]}"
+    assert (await engine_state.info(client, url)).label == f"v-{list(WeightUpdateMode)[-1]}"
 
     await wait_until_async(lambda: _flushed(client, url), what="the cache is flushed", timeout=WAIT_S)
     await control.abort_all(client, url)
@@ -108,11 +108,11 @@ async def _is(asked: object, expected: object) -> bool:
 
 
 async def _running_or(task: asyncio.Task[int], client: EngineClient, url: str) -> bool:
-    return task.done() or (await control.load(client, url)).running == 1
+    return task.done() or (await engine_state.load(client, url)).running == 1
 
 
 async def _is_idle(client: EngineClient, url: str) -> bool:
-    return (await control.load(client, url)).running == 0
+    return (await engine_state.load(client, url)).running == 0
 
 
 async def _flushed(client: EngineClient, url: str) -> bool:
