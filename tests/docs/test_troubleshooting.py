@@ -178,7 +178,7 @@ def test_every_error_class_is_covered() -> None:
 
 
 def test_every_error_class_is_in_the_reference() -> None:
-    """Also those that a module defines beside its work: docs/generate.py lists these modules."""
+    """Also those that a module defines beside its work: docs/making/errors.py lists these modules."""
     root = Path(errors.__file__).parents[1]
     files = [path for part in ("samplestore", "workers") for path in sorted((root / part).rglob("*.py"))]
     kinds = r"SampleStoreError|TokenizerError"
