@@ -70,13 +70,15 @@ class TrainingRules(Frame):
     def as_read(
         self, groups: list[ModelGroup], window: int | None
     ) -> list[tuple[int, list[int], list[int], list[int]]]:
-        """What a trainer reads; `window`: tokens beyond it are masked."""
+        """What a trainer reads; `window`: tokens beyond it are masked. A sample without a reward, in a run that gives
+        them, is not one of reward 0: none of it is trained."""
         read = []
         for s in (s for g in groups for s in g.delivered()):
             mask, versions = [], []
+            scored = s.reward is not None or not self.m.rules.stages
             for p in s.pieces:
                 beyond = window is not None and (p.low is None or self.m.lag(p.low) > window)
-                mask += [int(p.loss == 1 and not beyond)] * p.n
+                mask += [int(p.loss == 1 and scored and not beyond)] * p.n
                 versions += [-1 if p.low is None else p.low] * p.n
             read.append((s.id, [t for p in s.pieces for t in p.ids], mask, versions))
         return read
