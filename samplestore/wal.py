@@ -127,7 +127,8 @@ def _flush(connection: Any) -> None:
         try:
             return os.fsync(fd)
         except OSError as error:
-            if error.errno != errno.EBADF:  # its connection was closed just now
+            # Its connection was closed just now; and a pipe or a socket has the number already.
+            if error.errno not in (errno.EBADF, errno.EINVAL):
                 raise
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import samplestore
+from samplestore import gate as gates
 from samplestore.errors import StoreBusy
 from samplestore.gate import Gate, _Lock
 
@@ -168,24 +172,87 @@ def test_a_thread_has_one_helper_which_ends_with_it(tmp_path: Path, monkeypatch:
     other.close()
 
 
-def test_an_interrupted_wait_leaves_the_gate_free(
-    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "gate"
-    process = holder(processes, path)
-    gate = Gate(str(path), 30.0)
+@pytest.mark.parametrize("place", ["_Lock.queue", "_Turn.wait", "Gate._wait", "Gate._acquire", "os.pwrite"])
+def test_a_ctrl_c_leaves_the_gate_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Wherever it comes: between a call and the next line is as likely as within the wait."""
+    path = str(tmp_path / "gate")
+    gate, other, waits, free = Gate(path, 30.0), Gate(path, 30.0), threading.Event(), threading.Event()
+    at, name = place.split(".")
+    owner = os if at == "os" else getattr(gates, at)
+    call, queue = getattr(owner, name), _Lock.queue
 
-    def interrupted(turn: Any, timeout_s: float) -> None:
+    def queued(lock: _Lock, turn: Any) -> None:
+        queue(lock, turn)
+        free.set()
+
+    def interrupted(*args: Any) -> None:
+        (queued if name == "queue" else call)(*args)
         raise KeyboardInterrupt
 
+    def hold() -> None:
+        with other.hold():
+            waits.set()
+            assert free.wait(30.0)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert waits.wait(30.0)
     with monkeypatch.context() as patch:
-        patch.setattr("samplestore.gate._Turn.wait", interrupted)
-        with pytest.raises(KeyboardInterrupt), gate.hold():
+        patch.setattr(_Lock, "queue", queued)
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught, gate.hold():
             raise AssertionError("inside")
-    process.kill()
-    with Gate(str(path), 30.0).hold():
+    thread.join(30.0)
+    with Gate(path, 5.0).hold():
+        assert caught.traceback, "where it is kept, as a notebook does, the gate is free all the same"
+    with gate.hold(5.0):
         pass
     gate.close()
+    other.close()
+
+
+def test_a_wait_that_can_not_be_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the kernel has no locks left, or no threads: the next wait is a new one."""
+    path = str(tmp_path / "gate")
+    gate, other, flock, queue = Gate(path, 30.0), Gate(path, 30.0), fcntl.flock, _Lock.queue
+
+    def refused(fd: int, how: int) -> None:
+        if how == fcntl.LOCK_EX:
+            raise OSError(errno.ENOLCK, "No locks available")
+        flock(fd, how)
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def queued(lock: _Lock, turn: Any) -> None:
+        queue(lock, turn)
+        inside.close()
+
+    inside = ExitStack()
+    inside.enter_context(other.hold())
+    for patched, name, instead in ((threading.Thread, "start", no_thread), (fcntl, "flock", refused)):
+        with monkeypatch.context() as patch:
+            patch.setattr(patched, name, instead)
+            with pytest.raises((OSError, RuntimeError), match=r"No locks available|new thread"), gate.hold():
+                raise AssertionError("inside")
+    with pytest.raises(StoreBusy), gate.hold(-0.5):
+        raise AssertionError("inside")
+    monkeypatch.setattr(_Lock, "queue", queued)
+    with gate.hold(5.0):
+        pass
+    gate.close()
+    other.close()
+
+
+def test_closing_takes_the_gate_from_nobody(tmp_path: Path) -> None:
+    path = str(tmp_path / "gate")
+    gate = Gate(path, 30.0)
+    with gate.hold():
+        gate.close()
+        with pytest.raises(StoreBusy), Gate(path, 0.0).hold():
+            raise AssertionError("two are inside")
+    with Gate(path, 5.0).hold():
+        pass
 
 
 def test_a_forked_child_inherits_neither_lock_nor_blame(processes: Processes, tmp_path: Path) -> None:

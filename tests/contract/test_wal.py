@@ -89,8 +89,12 @@ def test_the_disk_has_it_before_writers_wait(run: Run, monkeypatch: pytest.Monke
     look(run)
     assert order == [str(run.database.path), "gate"]
     fill(run, claim, 8)
-    monkeypatch.setattr(wal, "_descriptors", lambda path: [10_000, *descriptors(path)])  # one that was closed just now
+    # One that was closed just now, and one whose number somebody else has now.
+    read, write = os.pipe()
+    monkeypatch.setattr(wal, "_descriptors", lambda path: [10_000, write, *descriptors(path)])
     look(run)
+    os.close(read)
+    os.close(write)
     assert order == [str(run.database.path), "gate"] * 2
     f.sound(run)
 
