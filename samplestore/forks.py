@@ -20,5 +20,6 @@ def delivered(
     mine = runs[row.id]
     if row.parent_upto is None:
         return responses.ids(responses.until(mine, own_prompt)), responses.since(mine, own_prompt)
-    shared = responses.until(runs[row.parent_id], row.parent_upto)
+    # Of a parent that failed only what is shared was read.
+    shared = responses.until(runs[row.parent_id], row.parent_upto) if row.parent_upto else ()
     return prompt_ids, (*(run.untrained() for run in shared), *mine)

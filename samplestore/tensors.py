@@ -20,12 +20,12 @@ B samples, T tokens in all, L the longest sample; a sample's tokens are prompt t
 | n_rollouts | int64 [] | int64 [] | rollouts of the whole batch |
 
 Of a rank, or of a micro-batch, [B] and [T] are its own samples and tokens. The advantages, the sums and the two numbers
-are those of the whole batch all the same.
+are those of the whole batch all the same. Packed arrays of [T] are parts of one piece of memory, 32 bytes a token,
+which stays as long as one of them does: copy the one that is to be kept.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -187,7 +187,7 @@ def _packed(samples: Sequence[BatchSample], lengths: Lengths) -> Arrays:
         parts.extend(sample.runs)
     ids, logprobs, trained, versions = zip(*parts, strict=True)
     sizes = np.array([part.size for part in ids])
-    made = _in_one_block((int(ends[-1]),))
+    made = _in_one_block(int(ends[-1]))
     np.concatenate(ids, out=made["tokens"])
     np.concatenate([places[:0], *(places[:length] for length in lengths.tolist())], out=made["position_ids"])
     np.concatenate(logprobs, out=made["rollout_log_probs"])
@@ -196,15 +196,16 @@ def _packed(samples: Sequence[BatchSample], lengths: Lengths) -> Arrays:
     return {**made, "cu_seqlens": ends.astype(np.int32)}
 
 
-def _in_one_block(shape: tuple[int, ...]) -> Arrays:
-    """PER_TOKEN's arrays, not yet filled, in one piece of memory. Fresh memory costs as much as what is written to it,
-    page by page; of one large piece the allocator keeps what a step gives back, and the system makes large pages."""
-    size = math.prod(shape)
-    block = np.empty(size * sum(np.dtype(kind).itemsize for kind, _ in PER_TOKEN.values()), np.uint8)
+def _in_one_block(size: int) -> Arrays:
+    """PER_TOKEN's arrays [size], not yet filled, in one piece of memory. Fresh memory costs as much as what is written
+    to it, page by page; of one large piece the allocator keeps what a step gives back, in large pages.
+    """
+    widths = {name: np.dtype(kind).itemsize for name, (kind, _) in PER_TOKEN.items()}
+    block = np.empty(size * sum(widths.values()), np.uint8)
     made, at = {}, 0
-    for name, (kind, _) in sorted(PER_TOKEN.items(), key=lambda item: -np.dtype(item[1][0]).itemsize):
-        stop = at + size * np.dtype(kind).itemsize
-        made[name], at = block[at:stop].view(kind).reshape(shape), stop
+    for name in sorted(widths, key=lambda name: -widths[name]):  # the widest first: then each begins where it may
+        stop = at + size * widths[name]
+        made[name], at = block[at:stop].view(PER_TOKEN[name][0]), stop
     return made
 
 

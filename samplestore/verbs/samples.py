@@ -11,6 +11,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from samplestore import arrays, codec, faults
+from samplestore.arguments import duration
 from samplestore.errors import InvalidSegment, InvalidSetting, LeaseLost, NotInRun, SequenceConflict, UnknownVersion
 from samplestore.models import Sample
 from samplestore.models import Segment as SegmentRow
@@ -18,7 +19,7 @@ from samplestore.statements import appends as ap
 from samplestore.statements import requests as rq
 from samplestore.statements import samples as st
 from samplestore.states import CLAIMABLE, FINISHED, Fate, SampleStatus, SegmentKind
-from samplestore.types import Claim, StageClaim, choice, expect, whole
+from samplestore.types import MAX_WHOLE, Claim, StageClaim, choice, expect, plain_text, whole
 from samplestore.verbs import flow, groups, restarts, rollouts, sampling, stages
 from samplestore.verbs.arrays import store as store_array
 from samplestore.verbs.tx import Call, Contested, Tx
@@ -204,6 +205,9 @@ def _segment(
     # no weights made the tokens of an environment
     low, high = (None, None) if kind == ENVIRONMENT else _versions(version)
     reason = None if finish_reason is None else codec.clean_text(finish_reason, 100)
+    for name, text in (("rid", rid), ("engine", engine)):
+        if text is not None:
+            plain_text(name, text)
     row = {
         "run_id": claim.run_id, "sample_id": claim.sample_id, "owner": claim.owner, "attempt": claim.attempt,
         "incarnation": claim.incarnation, "seq": seq, "n": n, "n_loss": n if loss else 0, "kind": kind,
@@ -248,12 +252,14 @@ def note_abort(tx: Tx, claim: Claim, reason: str, rid: str | None = None) -> Non
 
 
 def _versions(version: Version) -> tuple[int | None, int | None]:
-    if version is None or type(version) is int:  # nearly always
+    if version is None or (type(version) is int and 0 <= version <= MAX_WHOLE):  # nearly always
         return version, version
     low, high = version if isinstance(version, tuple) else (version, version)
     for number in (low, high):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int | np.integer)):
             raise InvalidSegment(f"weight version {number!r} is not a whole number", field="version")
+        if number is not None and abs(number) > MAX_WHOLE:  # an integer that no column holds
+            raise InvalidSegment(f"weight version {number} is beyond {MAX_WHOLE}", field="version")
     if low is None or high is None:
         return None, None
     if low > high:
@@ -404,8 +410,7 @@ def fail(tx: Tx, claim: Claim, error: str, backoff_s: float = 1.0, prompt_refuse
                      is not served again unless the group is requeued
     """
     tx.as_owner_of(claim)
-    if not 0 <= backoff_s < 1e9:
-        raise InvalidSetting("backoff_s", backoff_s, "seconds from 0")
+    backoff_s = duration("backoff_s", backoff_s)
     _lock_group(tx, claim)
     row = tx.execute(
         sa.select(sample.c.failures, sample.c.n_tokens)

@@ -6,10 +6,12 @@ take a third of the time of sixteen appends one by one.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from samplestore.errors import SampleStoreError
 from samplestore.verbs import requests, samples, stages
 from samplestore.verbs.tx import Call, Tx
 
@@ -35,13 +37,15 @@ class Write(NamedTuple):
 
 
 def prepared(writes: Sequence[Write]) -> list[Write]:
-    """What can be done of them before the transaction. On SQLite all other processes wait while one is open. Raises
-    what the first that is refused raises."""
-    places = [place for place, write in enumerate(writes) if write.verb is samples.append]
+    """What can be done of them before the transaction. On SQLite all other processes wait while one is open. Where an
+    append is refused they stay as they are: what is wrong is told in the transaction, by the first of them."""
     made = list(writes)
+    places = [place for place, write in enumerate(writes) if write.verb is samples.append]
     if places:
-        for place, call in zip(places, samples.prepared([writes[place].call for place in places]), strict=True):
-            made[place] = writes[place]._replace(call=call)
+        with contextlib.suppress(SampleStoreError):
+            calls = samples.prepared([writes[place].call for place in places])
+            for place, call in zip(places, calls, strict=True):
+                made[place] = writes[place]._replace(call=call)
     return made
 
 

@@ -106,7 +106,7 @@ def test_what_breaks_a_promise_is_refused(run: Run, claim: Claim) -> None:
     f.sound(run)
 
 
-@pytest.mark.parametrize("version", ["1", 1.0, True, (2, 1)])
+@pytest.mark.parametrize("version", ["1", 1.0, True, (2, 1), 2**70, (0, 2**70), -(2**70)])
 def test_versions_are_whole_numbers_in_order(run: Run, claim: Claim, version: Any) -> None:
     for step in (1, 2):
         run.publish_weights(step=step)
@@ -139,6 +139,11 @@ def test_other_arguments_are_checked(run: Run, claim: Claim) -> None:
         f.add(run, claim, loss=2)
     with pytest.raises(InvalidSetting, match="thought"):
         f.add(run, claim, kind="thought")
+    for name in ("rid", "engine"):
+        for value in (2**70, ["x"], "\ud800", "a\0b", b"x", ""):
+            with pytest.raises(InvalidSetting, match=name):
+                f.add(run, claim, **{name: value})
+    assert f.sample(run, claim.sample_id)["n_segments"] == 0
 
 
 def test_a_finish_reason_of_untrusted_origin_is_kept_small(run: Run, claim: Claim) -> None:

@@ -109,6 +109,21 @@ def test_forks_share_group_and_prefix(store: Store) -> None:
     f.sound(run)
 
 
+@pytest.mark.parametrize("upto", [0, 3])
+def test_a_fork_of_a_sample_that_failed(store: Store, upto: int) -> None:
+    """No batch delivers its parent. One that shares no token of it needs none."""
+    run, root = opened(store, on_failed="short", max_attempts=1)
+    branch = fork(run, root, 0, 0, upto=upto)
+    run.append(branch, [30, 31], [-1.0, -2.0], 0, "stop")
+    end(run, branch)
+    assert run.fail(root, "it fails") == "failed"
+    with run.batch(step=0, groups=1) as batch:
+        (one,) = batch.samples
+        assert one.response_ids.tolist() == [*f.ids_of(upto), 30, 31]
+        assert one.loss_mask.tolist() == [0] * upto + [1, 1]
+    f.sound(run)
+
+
 def test_what_scores_a_fork_sees_what_it_was_given(store: Store) -> None:
     """And its named arrays stand at its own tokens."""
     run, root = opened(store, stages=("reward",))

@@ -244,6 +244,23 @@ def test_a_lane_that_died_holds_up_nobody(postgres_url: str) -> None:
         assert not ends.is_alive()
 
 
+def test_writes_together_tell_the_first_that_is_refused(store: Store) -> None:
+    """That the lease is lost, before what is wrong with a segment: a worker blames its engine for that."""
+    run = f.make_run(store)
+    claim, other = run.claim(f.register(run), 2)
+    run.release(claim, "given back")
+    writer = Writer(run)
+    good, bad = (samples.append, claim, 0, [1], [-0.5], 0), (samples.append, claim, 1, [1], [float("nan")], 0)
+    with run.database.writing():  # so that all wait for one commit
+        futures = [writer.submit_together(calls) for calls in ([good, bad], [bad, good])]
+        fine = writer.submit(samples.append, other, 0, [1], [-0.5], 0)
+    assert [type(future.exception(30)) for future in futures] == [LeaseLost, InvalidSegment]
+    assert fine.result(30) == 1
+    writer.close()
+    assert f.segments(run, claim.sample_id) == []
+    f.sound(run)
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_segments_are_looked_through_before_the_transaction(
     store: Store, monkeypatch: pytest.MonkeyPatch, n: int

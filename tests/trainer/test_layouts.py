@@ -13,6 +13,7 @@ from samplestore import Store
 from samplestore.batch import Batch
 from samplestore.errors import InvalidSetting
 from samplestore.run import Run
+from samplestore.tensors import BatchSample
 from samplestore.types import Claim
 from tests.support import factory as f
 
@@ -97,6 +98,13 @@ class Maker:
         with pytest.raises(InvalidSetting, match=r"'paked' .* packed \| padded\. Did you mean 'packed'\?"):
             batch.arrays(layout="paked")
         assert sorted(packed["sample_ids"].tolist()) == sorted(self.written)
+        for array in (*packed.values(), *padded.values()):
+            assert array.flags.c_contiguous and array.flags.aligned and array.flags.writeable, (
+                "as torch.from_numpy wants"
+            )
+        for sample in batch.samples:
+            given = {name: value for name, value in vars(sample).items() if name in BatchSample.__annotations__}
+            assert BatchSample(**given) == sample and given.keys() == BatchSample.__annotations__.keys()
         for row, sample_id in enumerate(packed["sample_ids"].tolist()):
             start, stop = packed["cu_seqlens"][row : row + 2]
             for name, wanted in self.written[sample_id].rows(window, batch.current_version).items():
