@@ -167,9 +167,11 @@ def _free(tx: Tx, stuck: sa.ColumnElement[bool], reason: str) -> tuple[int, int,
     samples_freed = given_up + _free_samples(tx, stuck, reason, suspects)
     stages_freed = tx.execute(_free_owned(stage, tx.run_id, stage.c.status == StageStatus.PENDING.value)).rowcount
     engines_freed = tx.execute(_free_owned(engine, tx.run_id)).rowcount
+    # Not of samples that were passed over, locked: an append that holds them is the owner's, and would be refused.
+    kept = sa.exists().where(sample.c.id == request.c.sample_id, sample.c.owner == request.c.worker_id)
     closed = tx.rows(
         sa.update(request)
-        .where(request.c.finished_at.is_(None), _gone(request.c.worker_id), request.c.run_id == tx.run_id)
+        .where(request.c.finished_at.is_(None), _gone(request.c.worker_id), ~kept, request.c.run_id == tx.run_id)
         .values(finished_at=db_now(), lost_reason="worker dead")
         .returning(request.c.finished_at)
     )

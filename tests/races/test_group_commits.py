@@ -5,12 +5,19 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
+import sqlalchemy as sa
+
+import samplestore
 from samplestore import Store
-from samplestore.errors import SampleStoreError
+from samplestore.errors import LeaseLost, SampleStoreError
+from samplestore.models import Sample
 from samplestore.verbs import requests, samples
 from samplestore.writer import Writer
 from tests.races.together import DEADLINE_S, Held, threads
 from tests.support import factory as f
+
+SAMPLE = Sample.__table__
 
 # -- E3
 
@@ -67,6 +74,29 @@ def test_group_commits_of_two_workers_against_reaps(store: Store) -> None:
     assert run.ledger()["generated"] == sum(done)
     assert sum(w.commits for w in writers) < 14 * len(held[0]), "writes shared commits"
     f.sound(run)
+
+
+def test_a_reap_leaves_the_requests_of_samples_that_it_passes_over(postgres_url: str) -> None:
+    """A worker that was stopped within an append still owns the sample when it goes on, as a reap passes over what is
+    locked. With its request ended, the tokens would be refused as wrong."""
+    with samplestore.open(postgres_url) as store:
+        run = f.make_run(store, prompts=2)
+        worker = f.register(run)
+        held, free = run.claim(worker, 2)
+        for claim, rid in ((held, "held"), (free, "free")):
+            run.begin_request(claim, rid)
+        locks = sa.update(SAMPLE).where(SAMPLE.c.id == held.sample_id).values(n_resumes=SAMPLE.c.n_resumes)
+        stopped = Held(run, lambda tx: tx.execute(locks))
+        f.silence(run, worker)
+        assert run.reap().samples == 1
+        stopped.let_go()
+        assert run.append(held, [1, 2], [-0.5, -0.5], 0, rid="held") == 2
+        assert run.reap().samples == 1
+        ended = f.rows(run, "SELECT rid, finished_at FROM request ORDER BY rid")
+        assert all(row["finished_at"] is not None for row in ended) and len(ended) == 2
+        with pytest.raises(LeaseLost):
+            run.append(held, [3], [-0.5], 0, rid="held")
+        f.sound(run)
 
 
 def test_one_refused_write_fails_alone(store: Store) -> None:
