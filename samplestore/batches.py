@@ -32,7 +32,7 @@ from samplestore.models import BatchRow, Run, Worker
 from samplestore.queries import plans, serving
 from samplestore.queries.why import why
 from samplestore.states import BatchState, StalenessMode, StalePolicy, WorkerKind, WorkerState
-from samplestore.types import Why, choice, one_of, seconds
+from samplestore.types import Why, choice, one_of, seconds, whole
 from samplestore.verbs import batches as verbs
 from samplestore.verbs import liveness, prompts
 from samplestore.verbs.tx import Transactor
@@ -104,11 +104,11 @@ def take(
     Raises BatchTimeout (with the reason), StepAlreadyCommitted, StepHeld, WorkerDead, WorkerFailed, InvalidSetting; on
     ranks above 0 BatchReleased, WorldMismatch; WaitStopped when `stop` was set.
     """
-    ranks.check(rank, world)
-    settings = run.settings
-    wanted = settings.groups_per_step if groups is None else groups
+    rank, world = ranks.check(rank, world)
+    settings, step = run.settings, whole("step", step)
+    wanted = settings.groups_per_step if groups is None else whole("groups", groups, 1)
     policy: dict[str, Any] = {
-        "max_staleness": settings.max_staleness if max_staleness is None else max_staleness,
+        "max_staleness": settings.max_staleness if max_staleness is None else whole("max_staleness", max_staleness),
         "staleness": choice("staleness_mode", staleness_mode or settings.staleness_mode, StalenessMode).value,
         "stale": choice("stale", stale or settings.stale, StalePolicy).value,
         "advantages": advantages,
@@ -234,7 +234,9 @@ def raise_worker_failure(run: Transactor) -> None:
     of_run = sa.and_(worker.c.run_id == run.id, worker.c.kind == WorkerKind.ROLLOUT.value)
     live = sa.select(sa.func.count()).where(of_run, worker.c.state == WorkerState.LIVE.value)
     # the last to go, whoever came last: if that one failed, nobody is left who did not
-    last = sa.select(worker).where(of_run).order_by(worker.c.ended_at.desc(), worker.c.id.desc()).limit(1)
+    # one that was killed ended with its last heartbeat, not when somebody reaped it
+    went = sa.case((worker.c.state == WorkerState.DEAD.value, worker.c.heartbeat), else_=worker.c.ended_at)
+    last = sa.select(worker).where(of_run).order_by(went.desc(), worker.c.id.desc()).limit(1)
     failed = run.database.read(lambda c: None if c.execute(live).scalar_one() else c.execute(last).one_or_none())
     if failed is not None and failed.error is not None:
         raise WorkerFailed(failed.id, failed.name, failed.error)
@@ -243,7 +245,7 @@ def raise_worker_failure(run: Transactor) -> None:
 def replay(run: Transactor, step: int, rank: int = 0, world: int = 1) -> Batch:
     """The committed batch of `step` on the current lineage, or the part of a rank; shared out anew where `world` is
     another than it was. Raises SampleStoreError if there is none, TokensPruned."""
-    ranks.check(rank, world)
+    rank, world = ranks.check(rank, world)
     committed = verbs.live_of_step(run.id, step).where(batch.c.state == BatchState.COMMITTED.value)
     row = _kept(run, lambda c: c.execute(committed).one_or_none())
     if row is None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import socket
 import sqlite3
 import time
 import weakref
@@ -229,12 +230,13 @@ class Database:
             pool_reset_on_return=None,
             isolation_level="REPEATABLE READ" if read_only else "AUTOCOMMIT",  # see pgcursor
             connect_args={
-                "options": options, "application_name": "samplestore",
+                "options": options,
                 **({} if read_only else {"cursor_factory": pgcursor.cursor_class()}),
             },
             json_serializer=strict_json,
         )  # fmt: skip
         event.listen(engine, "do_connect", self._require_open)
+        event.listen(engine, "do_connect", _sign)
         if not read_only:
             event.listen(engine, "begin", _begin_postgres)
         return engine
@@ -247,15 +249,22 @@ class Database:
 
     @contextmanager
     def explained(self, *, writing: bool) -> Iterator[None]:
-        """Errors of the environment become typed ones that name the cure. Raises StoreUnavailable, DatabaseUnusable."""
+        """Errors of the environment become typed ones that name the cure. Raises StoreBusy, StoreUnavailable,
+        DatabaseUnusable."""
         try:
             yield
         except (DBAPIError, sqlite_module().Error) as error:
             known = error if isinstance(error, DBAPIError) else DBAPIError(None, None, error)
+            if _sqlstate(known) == LOCK_TIMEOUT_SQLSTATE:
+                raise self._busy() from error
             told = environment.explain(self.shown_url, self.path if self.is_sqlite else None, known, writing=writing)
             if told is None:
                 raise
             raise told from error
+
+    def _busy(self) -> StoreBusy:
+        sessions = None if self.is_sqlite else environment.lock_keeper(self.reader)
+        return StoreBusy(self.shown_url, self.busy_s, None, None, sessions=sessions)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -337,13 +346,11 @@ class Database:
                     raise
                 time.sleep(random.uniform(0.05, 0.2))
             except DBAPIError as error:
-                if _is_lock_timeout(error):
-                    raise StoreBusy(self.shown_url, self.busy_s, None, None) from error
                 if _is_conflict(error):
                     conflicts += 1
                     # SQLite's "locked" has waited busy_s itself: twenty of those would be ten minutes
                     if conflicts > MAX_CONFLICT_RETRIES or time.monotonic() - since > self.busy_s:
-                        raise StoreBusy(self.shown_url, self.busy_s, None, None) from error
+                        raise self._busy() from error
                     time.sleep(random.uniform(0, 0.005 * 2 ** min(conflicts, 6)))
                 elif _is_disconnect(error):
                     self.reconnects += 1
@@ -422,6 +429,11 @@ def _begin_sqlite(connection: Connection) -> None:
     driver.run(connection, "BEGIN IMMEDIATE" if options.get("samplestore_write") else "BEGIN")
 
 
+def _sign(dialect: Any, record: Any, args: Any, parameters: dict[str, Any]) -> None:
+    """The server shows which process a session belongs to, of however many machines; 63 bytes of it."""
+    parameters["application_name"] = f"samplestore {os.getpid()}@{socket.gethostname()}"
+
+
 def _begin_postgres(connection: Connection) -> None:
     """Whoever did not ask for a transaction, VACUUM for one, has none."""
     raw: Any = connection.connection.driver_connection
@@ -447,10 +459,6 @@ def _is_conflict(error: DBAPIError) -> bool:
         return True
     text = str(error.orig)
     return isinstance(error, OperationalError) and ("database is locked" in text or "database table is locked" in text)
-
-
-def _is_lock_timeout(error: DBAPIError) -> bool:
-    return _sqlstate(error) == LOCK_TIMEOUT_SQLSTATE
 
 
 def _is_disconnect(error: DBAPIError) -> bool:

@@ -12,8 +12,9 @@ import shutil
 from pathlib import Path
 from shlex import quote
 
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DBAPIError
+import sqlalchemy as sa
+from sqlalchemy.engine import Engine, make_url
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from samplestore.errors import DatabaseUnusable, SampleStoreError, StoreUnavailable
 
@@ -62,6 +63,27 @@ def server_away(url: str, error: DBAPIError) -> StoreUnavailable:
     parts = (("-h", at.host or at.query.get("host")), ("-p", at.port or at.query.get("port")))
     where = "".join(f" {flag} {quote(str(part))}" for flag, part in parts if part)
     return StoreUnavailable(url, f"its server does not answer ({first_line(error)})", f"Look at: pg_isready{where}")
+
+
+# The oldest transaction that waits for nobody: one that wrote, if there is one, since others hold few locks.
+_KEEPS = sa.text(
+    "SELECT pid, application_name, state, extract(epoch FROM clock_timestamp() - xact_start) AS seconds "
+    "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() AND xact_start IS NOT NULL "
+    "AND wait_event_type IS DISTINCT FROM 'Lock' ORDER BY backend_xid IS NULL, xact_start LIMIT 1"
+)
+
+
+def lock_keeper(reader: Engine) -> str:
+    """Which session of a PostgreSQL server most likely keeps a lock that was waited for too long, in words."""
+    try:
+        with reader.connect() as connection, connection.begin():
+            row = connection.execute(_KEEPS).one_or_none()
+    except SQLAlchemyError:  # out of connections, too
+        return "who holds it is unknown"
+    if row is None:
+        return "who held it is gone by now"
+    who = f"session {row.pid} ({row.application_name or 'without a name'}, {row.state or 'not ours to see'})"
+    return f"the oldest transaction, open for {row.seconds:.0f} s, is that of {who}"
 
 
 def _postgres(url: str, error: DBAPIError, said: str) -> SampleStoreError | None:

@@ -89,12 +89,18 @@ class UnsupportedFileSystem(SampleStoreError):
 
 
 class StoreBusy(SampleStoreError):
-    """The writer gate of a SQLite database was not free in time."""
+    """The writer gate of a SQLite database, or a lock of a PostgreSQL one, was not free in time."""
 
     look = ("status",)
 
-    def __init__(self, path: str, waited_s: float, holder_pid: int | None, since: float | None) -> None:
+    def __init__(
+        self, path: str, waited_s: float, holder_pid: int | None, since: float | None, *, sessions: str | None = None
+    ) -> None:
         self.path, self.waited_s, self.holder_pid, self.since = path, waited_s, holder_pid, since
+        if sessions is not None:  # what a PostgreSQL server says of its own
+            look = f"psql -c 'TABLE pg_stat_activity' {quote(path)}"
+            super().__init__(f"waited {waited_s:.1f} s for a lock in {path}; {sessions}. Look at it with: {look}")
+            return
         who = f"process {holder_pid} holds it" if holder_pid else "its holder is unknown"
         held = f" since {since:.0f} (unix time)" if since else ""
         super().__init__(

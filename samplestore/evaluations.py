@@ -13,6 +13,7 @@ from samplestore.models import EngineRow
 from samplestore.models import Run as RunRow
 from samplestore.queries.evaluation import Evaluation, evaluations, progress
 from samplestore.queries.why import unfinished
+from samplestore.types import seconds
 from samplestore.verbs import evaluation
 from samplestore.verbs.tx import Transactor
 
@@ -39,6 +40,7 @@ def evaluate(
     timeout       seconds; None waits for ever
     Raises EvaluationTimeout (it goes on), WorkerFailed, InvalidSetting.
     """
+    timeout = seconds("timeout", timeout)
     number = run.transact(lambda tx: evaluation.start(tx, dataset, samples, sampling, max_new_tokens, again))
     since = time.monotonic()
     while left := run.database.read(lambda c: progress(c, number))[0]:

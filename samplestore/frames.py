@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import sqlalchemy as sa
 
-from samplestore import codec, states, views
+from samplestore import arguments, codec, states, views
 from samplestore.errors import InvalidSetting, MissingExtra, TokensPruned
 from samplestore.models import Base, BatchGroup, BatchRow, Sample, SampleGroup, Segment
 from samplestore.statements import staleness
@@ -157,6 +157,7 @@ def _chosen(columns: Sequence[str] | None, known: Iterable[str]) -> list[str]:
     known = list(known)
     if columns is not None and not columns:
         raise InvalidSetting("columns", columns, f"left out, or some of: {' | '.join(known)}")
+    columns = arguments.optional(arguments.texts, "columns", columns)
     for column in columns or ():
         if column not in known:
             raise InvalidSetting("columns", column, " | ".join(known))

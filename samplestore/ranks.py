@@ -21,11 +21,12 @@ from samplestore.words import amount
 batch, worker, run_table = (t.__table__ for t in (BatchRow, Worker, Run))
 
 
-def check(rank: int, world: int) -> None:
-    """Raises InvalidSetting unless `rank` is one of `world`."""
-    whole("world", world, 1)
-    if whole("rank", rank) >= world:
+def check(rank: int, world: int) -> tuple[int, int]:
+    """Both, if `rank` is one of `world`. Raises InvalidSetting."""
+    rank, world = whole("rank", rank), whole("world", world, 1)
+    if rank >= world:
         raise InvalidSetting("rank", rank, f"0 to {world - 1}: world={world}")
+    return rank, world
 
 
 def world_of(row: Any) -> int:
@@ -38,7 +39,6 @@ def join(run: Transactor, step: int, world: int, wait: Callable[[str], float]) -
     wait   called with what is waited for, between two looks; returns the seconds so far, and raises when it is too long
     Raises StepAlreadyCommitted, BatchReleased when rank 0 gave it back meanwhile, WorldMismatch.
     """
-    whole("step", step)
     mark, waited = run.database.read(plans.last), 0.0
     while True:
         row = run.database.read(lambda c: c.execute(_held(run, step)).one_or_none())

@@ -103,7 +103,7 @@ def prune(run: Transactor, keep_steps: int) -> Pruned:
     """Remove the tokens of groups that were consumed more than `keep_steps` steps before the newest committed one, and
     of what was dropped, superseded or went stale before that. Summary columns stay. A rewind to the last `keep_steps`
     steps finds all it needs; one further back raises RewindTooFar from now on. Raises InvalidSetting."""
-    whole("keep_steps", keep_steps)
+    keep_steps = whole("keep_steps", keep_steps)
     before = disk_bytes(run.database)
     may = run.transact(lambda tx: verbs.retain(tx, keep_steps), durable=True)
     slices = _Slices(run)

@@ -12,9 +12,10 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import sqlalchemy as sa
 
-from samplestore import arrays, newruns
+from samplestore import arguments, arrays, newruns
 from samplestore.arrayfiles import ArrayFiles, keep, open_files
 from samplestore.arrays import Prepared
 from samplestore.asyncbatch import batch_async
@@ -50,9 +51,11 @@ from samplestore.types import (
     Why,
     expect,
     id_of,
+    id_of_worker,
     ids,
     plain_json,
     plain_text,
+    seconds,
     whole,
 )
 from samplestore.verbs import (
@@ -120,7 +123,9 @@ class Run:
         if isinstance(rows, str | Path | Mapping):
             allowed = f"a list of rows; a file is added by: samplestore add-prompts FILE --run {self.name}"
             raise InvalidSetting("rows", type(rows).__name__ if isinstance(rows, Mapping) else str(rows), allowed)
-        listed = list(rows)
+        listed = arguments.listed("rows", rows, 'a list of rows, e.g. [{"prompt": "..."}]')
+        if max_prompt_tokens is not None:
+            max_prompt_tokens = whole("max_prompt_tokens", max_prompt_tokens, 1)
         invalid = 0
         self.tokenizer = tokenizer if self.tokenizer is None else self.tokenizer
         if not all(isinstance(row, Prompt) for row in listed):
@@ -151,6 +156,7 @@ class Run:
         Raises InvalidImport with file, line and field, PromptFileError, SlimeFileError, ImportConflict, InvalidSetting,
         MissingExtra.
         """
+        arguments.callback("progress", progress)
         loaded = None if tokenizer is None else as_tokenizer(tokenizer)
         self.tokenizer = loaded if self.tokenizer is None else self.tokenizer
         with imports.rereadable(rows) as source:
@@ -194,9 +200,10 @@ class Run:
         Evaluations are left out, and groups whose tokens were pruned. Raises ExportExists, NothingToExport,
         InvalidSetting, MissingExtra, OSError.
         """
-        chosen = Selection(steps, tuple(statuses), tuple(arrays))
+        arguments.callback("progress", progress)
+        place, chosen = arguments.path("to", to), Selection.of(steps, statuses, arrays)
         loaded = None if tokenizer is None else as_tokenizer(tokenizer)
-        return export(self, to, format=format, selection=chosen, tokenizer=loaded, force=force, progress=progress)
+        return export(self, place, format=format, selection=chosen, tokenizer=loaded, force=force, progress=progress)
 
     def _kept(self, made: Prepared) -> Prepared:
         return keep(self.settings, self.array_files, made)
@@ -217,8 +224,8 @@ class Run:
 
     def claim(self, worker: int, limit: int) -> list[Claim]:
         """Take up to `limit` samples, resumable first, siblings together. Raises WorkerDead, UnknownWorker."""
-        most = _most(limit)
-        return self.transact(lambda tx: samples.claim(tx, worker, most))
+        owner, most = id_of_worker(worker), _most(limit)
+        return self.transact(lambda tx: samples.claim(tx, owner, most))
 
     def append(
         self,
@@ -289,7 +296,11 @@ class Run:
     def begin_request(
         self, claim: Claim, rid: str, engine: str | None = None, temperature: float | None = None, resumes: bool = False
     ) -> None:
-        self.transact(lambda tx: requests.begin_request(tx, claim, rid, engine, temperature, resumes))
+        """Record that an engine is asked to go on with a claimed sample. `resumes`: from tokens that it has. Raises
+        LeaseLost, InvalidSetting."""
+        named = (plain_text("rid", rid), arguments.optional(plain_text, "engine", engine))
+        heat = arguments.optional(arguments.number, "temperature", temperature)
+        self.transact(lambda tx: requests.begin_request(tx, claim, *named, heat, resumes))
 
     def end_request(self, info: RequestInfo) -> None:
         self.transact(lambda tx: requests.end_request(tx, info))
@@ -326,10 +337,9 @@ class Run:
     def claim_stages(self, worker: int, limit: int, names: Collection[str] | None = None) -> list[StageClaim]:
         """Take up to `limit` stages, oldest first: those called `names`, or any. Work on a whole group has its samples
         in `members`. Raises WorkerDead, UnknownWorker."""
-        most = _most(limit)
-        if isinstance(names, str):
-            raise InvalidSetting("names", names, f"a list of names, also for one: [{names!r}]")
-        return self.transact(lambda tx: stages.claim_stages(tx, worker, most, names))
+        owner, most = id_of_worker(worker), _most(limit)
+        only = arguments.optional(arguments.texts, "names", names)
+        return self.transact(lambda tx: stages.claim_stages(tx, owner, most, only))
 
     def score(
         self, claim: StageClaim, value: float, details: dict[str, Any] | None = None, elapsed_s: float | None = None
@@ -355,6 +365,8 @@ class Run:
     ) -> None:
         """Settle a stage that gives no number. `array`: what it gives instead, (name, rows [response tokens, ...]),
         such as a teacher's log-probs. Raises LeaseLost, InvalidSegment, ArrayFileError."""
+        if array is not None and not (isinstance(array, tuple | list) and len(array) == 2):
+            raise InvalidSetting("array", type(array).__name__, "(name, rows)")
         made = None if array is None else self.prepare_array(*array)
         self.transact(lambda tx: stages.complete_stage(tx, claim, details, array=made))
 
@@ -379,19 +391,23 @@ class Run:
 
     def heartbeat(self, worker: int) -> Heartbeat:
         """Raises WorkerDead: dead is final; UnknownWorker."""
-        return self.transact(lambda tx: liveness.heartbeat(tx, worker))
+        owner = id_of_worker(worker)
+        return self.transact(lambda tx: liveness.heartbeat(tx, owner))
 
     def goodbye(self, worker: int, error: str | None = None) -> None:
-        self.transact(lambda tx: liveness.goodbye(tx, worker, error))
+        owner = id_of_worker(worker)
+        self.transact(lambda tx: liveness.goodbye(tx, owner, error))
 
     def reap(self, reaper: int | None = None) -> Reaped:
         """Free what dead workers hold, and samples that make no progress."""
-        return self.transact(lambda tx: liveness.reap(tx, reaper))
+        by = None if reaper is None else id_of_worker(reaper)
+        return self.transact(lambda tx: liveness.reap(tx, by))
 
     def disown(self, worker: int, held: Sequence[int], held_stages: Sequence[int] | None = None) -> int:
         """Free samples and stages that `worker` owns without knowing (the answer of a claim was lost)."""
+        owner = id_of_worker(worker)
         known = (ids("held", held), None if held_stages is None else ids("held_stages", held_stages))
-        return self.transact(lambda tx: liveness.disown(tx, worker, *known))
+        return self.transact(lambda tx: liveness.disown(tx, owner, *known))
 
     # -- weights and control
 
@@ -436,6 +452,7 @@ class Run:
             None if samples is None else ids("samples", samples),
             None if groups is None else ids("groups", groups),
         )
+        wait_s = seconds("wait_s", wait_s)
         number, held = self.transact(lambda tx: aborts.abort_inflight(tx, reason, *named, by))
         if wait_s is not None:
             self._wait_let_go(held, wait_s)
@@ -528,9 +545,8 @@ class Run:
     ) -> Why:
         """Why is no batch ready? Of a batch with these options, the run's settings where left out. Raises
         InvalidSetting."""
-        for name, given in (("groups", groups), ("max_staleness", max_staleness)):
-            if given is not None:
-                whole(name, given)
+        groups = arguments.optional(whole, "groups", groups)
+        max_staleness = arguments.optional(whole, "max_staleness", max_staleness)
         return why.why(self.database, self.id, self.settings, groups, max_staleness, staleness_mode, stale)
 
     def simulate(
@@ -565,7 +581,8 @@ class Run:
 
     def images(self, digests: Iterable[str]) -> dict[str, Image]:
         """Images of prompts by their digests (claim.images). Raises NotInRun."""
-        return self.database.read(lambda c: images.read(c, self.id, digests))
+        named = arguments.texts("digests", digests, "digests")
+        return self.database.read(lambda c: images.read(c, self.id, named))
 
     def array(self, sample_id: int, name: str) -> tuple[Any, Any]:
         """(rows [n, ...], present [n]) of a named array, n response tokens; see queries.arrays.one. Raises NotInRun,
@@ -581,7 +598,7 @@ class Run:
 
 def _most(limit: Any) -> int:
     """Less than nothing is nothing: what is left of a bound may be below 0."""
-    return 0 if isinstance(limit, int) and limit < 0 else whole("limit", limit)
+    return 0 if isinstance(limit, int | np.integer) and limit < 0 else whole("limit", limit)
 
 
 def advance(claim: Claim, seq: int, n: int, finish_reason: str | None) -> None:

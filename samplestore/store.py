@@ -12,7 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from samplestore import migrations, newruns, readers
+from samplestore import arguments, migrations, newruns, readers
 from samplestore.clock import db_now
 from samplestore.engine import Database
 from samplestore.errors import DatabaseMissing, RunNotFound, RunSettingsConflict
@@ -178,10 +178,13 @@ def lock_names(connection: sa.Connection) -> None:
 def open(url: str | PathLike[str], *, create: bool = True, durability: str = "normal", busy_s: float = 30.0) -> Store:
     """Open a store. Bare paths and sqlite:/// URLs are SQLite files, postgresql:// a server.
 
-    create: make and migrate a SQLite file that is not there. Raises DatabaseMissing, SchemaMismatch,
-    UnsupportedFileSystem, StoreUnavailable where the server does not answer, DatabaseUnusable.
+    create: make and migrate a SQLite file that is not there. busy_s: seconds that a write waits for others, then
+    StoreBusy. Raises InvalidSetting, DatabaseMissing, SchemaMismatch, UnsupportedFileSystem, StoreUnavailable where the
+    server does not answer, DatabaseUnusable.
     """
-    database = Database(url, durability=durability, busy_s=busy_s)
+    if isinstance(url, str | PathLike):
+        arguments.path("url", url)
+    database = Database(url, durability=durability, busy_s=arguments.duration("busy_s", busy_s))
     try:
         if database.is_sqlite and (not database.exists() or database.path.stat().st_size == 0):
             if not create:

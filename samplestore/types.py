@@ -138,6 +138,7 @@ class RunSettings:
         for name in values:
             if name not in cls.names():
                 raise InvalidSetting(name, values[name], othernames.advice(name, cls.names(), othernames.RUN))
+        values = {name: v.item() if isinstance(v, np.generic) else v for name, v in values.items()}  # numpy's numbers
         lists = {name: values.get(name, ()) for name in ("stages", "group_stages", filters.GROUP, filters.SAMPLE)}
         for name, named in lists.items():
             _check(name, named, 'a list of names, e.g. ["reward"]', lambda v: isinstance(v, list | tuple))
@@ -242,19 +243,23 @@ def whole(name: str, value: Any, low: int = 0, high: int = MAX_WHOLE) -> int:
     """`value` if it is a whole number from `low` to `high`. Raises InvalidSetting."""
     if type(value) is int and low <= value <= high:
         return value
-    _check(name, value, f"a whole number from {low} to {high}", lambda v: _whole(v) and low <= v <= high)
-    return int(value)
+    number = _index(value)
+    if number is None or not low <= number <= high:
+        raise InvalidSetting(name, value, f"a whole number from {low} to {high}")
+    return number
 
 
 def ids(name: str, value: Any) -> list[int]:
     """`value` as a list, if it is a collection of ids: whole numbers, numpy's too. Raises InvalidSetting."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise InvalidSetting(name, value, "a list of ids, also for one: [ID]")
-    listed = list(value)
-    for one in listed:
-        if isinstance(one, bool) or not hasattr(one, "__index__") or abs(index(one)) >= 2**63:
+    found = []
+    for one in value:
+        number = _index(one)
+        if number is None or abs(number) >= 2**63:
             raise InvalidSetting(name, one, "ids that are whole numbers, as claims and store.frame(...) tell them")
-    return [index(one) for one in listed]
+        found.append(number)
+    return found
 
 
 def id_of(name: str, value: Any) -> int:
@@ -264,7 +269,7 @@ def id_of(name: str, value: Any) -> int:
 
 def seconds(name: str, value: Any) -> float | None:
     """`value` if it is a number of seconds, or None. Raises InvalidSetting."""
-    _check(name, value, "seconds, or None to wait for ever", lambda v: v is None or _number(v))
+    _check(name, value, "seconds, or None to wait for ever", lambda v: v is None or real(v))
     return None if value is None else float(value)
 
 
@@ -285,9 +290,10 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> str:
 
 def id_of_worker(value: Any) -> int:
     """`value` if it can be the id of a worker. Raises UnknownWorker."""
-    if not _whole(value) or not 0 < value < 2**63:
+    number = _index(value)
+    if number is None or not 0 < number < 2**63:
         raise UnknownWorker(value)
-    return int(value)
+    return number
 
 
 def plain_text(name: str, value: Any, limit: int = 4000) -> str:
@@ -333,8 +339,21 @@ def plain_json(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def _index(value: Any) -> int | None:
+    """The whole number that `value` is, numpy's and torch's too; None for what is none."""
+    try:
+        return None if isinstance(value, bool | np.bool_) else index(value)
+    except TypeError:
+        return None
+
+
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def real(value: Any) -> bool:
+    """Whether it is a number, numpy's too, and not NaN."""
+    return _number(value) or (isinstance(value, np.integer | np.floating) and bool(value == value))
 
 
 def _number(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -31,6 +32,8 @@ from samplestore.workers.command_options import (
     Teacher,
     WorkedFor,
 )
+
+log = logging.getLogger("samplestore.worker")
 
 EXIT_SECOND_SIGNAL = 130
 
@@ -109,11 +112,14 @@ _FLAGS = frozenset(
 def run_worker(settings: Any) -> int:
     """Open the store and work until told to stop. Returns the exit code. Raises SampleStoreError."""
     import samplestore
+    from samplestore import newruns
     from samplestore.errors import SampleStoreError
     from samplestore.workers.collector import collect_seldom
     from samplestore.workers.rollout import RolloutWorker
     from samplestore.workers.stage_servers import scorer_of
 
+    for doubt in newruns.doubts_of_sampling(settings.sampling):
+        log.warning("%s", doubt)
     if not settings.router and not settings.engines:
         raise SampleStoreError("no engines to drive. Say --router http://HOST:PORT or --engine http://HOST:PORT")
     if settings.dispatch == "router" and not settings.router:

@@ -56,13 +56,28 @@ def require_idle(database: Database) -> None:
         raise RunInUse(database.shown_url, found)
 
 
+def _skip_worker_ids(connection: sa.Connection) -> None:
+    """The original may have given ids since, to processes that are suspended now and wake up beside this copy: nobody
+    else may get one of those, since an id is what fences them off. The seconds of the clock are ahead of all ids that
+    were handed out one by one, and of those that an earlier restore began with."""
+    newest = connection.execute(sa.select(sa.func.coalesce(sa.func.max(worker.c.id), 0))).scalar_one()
+    last = max(int(newest) + 1, int(connection.execute(sa.select(db_now())).scalar_one()))
+    if connection.dialect.name == "sqlite":
+        connection.execute(sa.text("DELETE FROM sqlite_sequence WHERE name = 'worker'"))
+        connection.execute(sa.text("INSERT INTO sqlite_sequence (name, seq) VALUES ('worker', :last)"), {"last": last})
+    else:
+        connection.execute(sa.text("SELECT setval(pg_get_serial_sequence('worker', 'id'), :last)"), {"last": last})
+
+
 def checked(store: Store, revision: str, backup: Path, put: arrays.Copies) -> list[str]:
     """Bring a restored copy to today's schema, free what its workers held, put array files back (told in `put`), check
     every run; the names of its runs."""
     if revision != migrations.REVISION:
         migrations.upgrade(store.database)
     former = arrays.own_folders(store)
-    with store.database.writing() as connection:  # they work on the original, if at all; never on this copy
+    with store.database.writing() as connection:
+        _skip_worker_ids(connection)
+        # They work on the original, if at all; never on this copy.
         silent = db_now() - worker.c.ttl_s - 1.0
         connection.execute(
             sa.update(worker)

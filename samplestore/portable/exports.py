@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import sqlalchemy as sa
 
-from samplestore import codec, forks, responses
+from samplestore import arguments, codec, forks, responses
 from samplestore.arrays import Prepared
 from samplestore.errors import InvalidSetting, SampleStoreError
 from samplestore.models import (
@@ -37,6 +37,7 @@ from samplestore.portable.samples import STATUSES, Piece, PortableSample, Reward
 from samplestore.queries import images
 from samplestore.states import BatchState, StageStatus
 from samplestore.tokenizers import Tokenizer
+from samplestore.types import one_of, whole
 from samplestore.verbs.tx import PART, Transactor
 
 run_table, batch, batch_group, prompt, group, sample, segment, array, stage, timeline, version = (
@@ -72,15 +73,27 @@ class Selection:
     statuses: tuple[str, ...] = ()
     arrays: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.steps is not None and not 0 <= self.steps[0] <= self.steps[1]:
-            raise InvalidSetting("steps", f"{self.steps[0]}:{self.steps[1]}", "the first and the last step, as 10:20")
-        for status in self.statuses:
-            if status not in list(STATUSES):
-                raise InvalidSetting("status", status, " | ".join(STATUSES))
+    @classmethod
+    def of(cls, steps: Any, statuses: Any, arrays: Any) -> Selection:
+        """What a person asks for. Raises InvalidSetting."""
+        states = arguments.several("statuses", statuses, "statuses")
+        for status in states:
+            one_of("status", status, STATUSES)
+        return cls(None if steps is None else _steps(steps), tuple(states), tuple(arguments.texts("arrays", arrays)))
 
     def as_json(self) -> dict[str, Any]:
         return {"steps": self.steps, "statuses": list(self.statuses), "arrays": list(self.arrays)}
+
+
+def _steps(given: Any) -> tuple[int, int]:
+    """Raises InvalidSetting."""
+    allowed = "the first and the last step, as (10, 20)"
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise InvalidSetting("steps", given, allowed)
+    first, last = (whole("steps", one) for one in given)
+    if first > last:
+        raise InvalidSetting("steps", given, allowed)
+    return first, last
 
 
 class Part(NamedTuple):

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from samplestore import arguments
 from samplestore.portable import files as portablefiles
 from samplestore.portable.import_rows import DATASET, MAX_SAMPLES, Groups, Imported, read
 from samplestore.portable.samples import PortableSample
@@ -146,9 +147,10 @@ def rereadable(rows: Iterable[Any] | str | Path) -> Iterator[Source]:
     """What is to be imported. A pipe gives its bytes once, and nothing at the second reading: it is copied to a
     temporary file first. Raises PromptFileError, SlimeFileError, MissingExtra."""
     if not isinstance(rows, str | Path):
-        yield Source(list(rows), "rows")
+        allowed = "a list of rows, or the path of a file or folder"
+        yield Source(arguments.listed("rows", rows, allowed), "rows")
         return
-    path = Path(rows)
+    path = Path(arguments.path("rows", rows))
     if path.is_file() or path.is_dir() or not path.exists():
         yield Source(portablefiles.opened(path, str(path)) or PromptFile(path), str(path))
         return

@@ -73,7 +73,8 @@ def _told(connection: sa.Connection, run_id: int, settings: RunSettings) -> Iter
 def _lost_prompts(run_id: int, chances: int) -> Any:
     """How many prompts have at least so many stale groups, and none that may still be, or was, trained on."""
     other = group.alias("other")
-    hope = [s.value for s in (*IN_WINDOW, *TAKEN)]
+    # Late again and again, it is no better off for a group that is begun; most of the time it has one.
+    hope = [s.value for s in ((*IN_WINDOW, *TAKEN) if chances < AGAIN else (GroupState.READY, *TAKEN))]
     lost = (
         sa.select(group.c.prompt_id)
         .where(

@@ -35,7 +35,7 @@ def abort_inflight(
     """Ask workers to abort what is in flight at the engines; they store the partials and release the samples, which
     stay resumable. `by`: who asks. Returns the number of the request, which workers follow, and the (sample id,
     attempt) that it concerns. Raises InvalidSetting, NotInRun."""
-    if not reason:
+    if not isinstance(reason, str) or not reason:
         raise InvalidSetting("reason", reason, "a few words: why")
     row = tx.lock_run()
     named = None if samples is None and groups is None else _named(tx, samples or (), groups or ())

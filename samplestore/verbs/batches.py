@@ -42,8 +42,7 @@ def lease(
     world    ranks that its samples are shared out over: the plan is stored with it, and made anew for another number
     Raises StepAlreadyCommitted, StepHeld, WorkerDead, InvalidSetting.
     """
-    whole("groups", n_groups, 1)
-    whole("step", step)
+    n_groups, step = whole("groups", n_groups, 1), whole("step", step)
     window = whole("max_staleness", policy["max_staleness"])
     mode = choice("staleness", policy["staleness"], StalenessMode)
     beyond = choice("stale", policy["stale"], StalePolicy)

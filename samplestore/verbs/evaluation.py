@@ -18,7 +18,7 @@ from samplestore.errors import InvalidSetting
 from samplestore.models import DatasetRow, EvaluationRow, PromptRow
 from samplestore.queries.evaluation import progress
 from samplestore.states import EVALUATION_PRIORITY, Purpose
-from samplestore.types import plain_json, whole
+from samplestore.types import plain_json, plain_text, whole
 from samplestore.verbs.prompts import create_groups
 from samplestore.verbs.serve import Served
 from samplestore.verbs.tx import Tx
@@ -45,6 +45,7 @@ def start(
     again            where the last evaluation of this question is done: another one. Where it is under way, that one
     Raises InvalidSetting.
     """
+    plain_text("dataset", name)
     n = whole("samples", n_samples, 1, MAX_SAMPLES)
     given = plain_json("sampling", {} if sampling is None else sampling)
     limit = None if max_new_tokens is None else whole("max_new_tokens", max_new_tokens, 1)

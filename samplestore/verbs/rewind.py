@@ -29,7 +29,7 @@ def rewind(tx: Tx, step: int, call: str | None = None) -> WeightVersion:
     call   names this call, so that its repetition after a lost acknowledgement is known whatever happened since
     Raises RewindTooFar, InvalidSetting for a step that this line of training has not reached.
     """
-    whole("step", step, -1)
+    step = whole("step", step, -1)
     row = tx.lock_run()
     if (done := tx.done_before("rewind", call)) is not None:
         return weights.as_version(weights.row_of(tx, done["version"]))
@@ -50,7 +50,7 @@ def rewind(tx: Tx, step: int, call: str | None = None) -> WeightVersion:
 
 def require_reachable(tx: Tx, row: Any, step: int) -> None:
     """Raises RewindTooFar, InvalidSetting where no checkpoint of `step` can be gone back to. row: the run's."""
-    whole("step", step, -1)
+    step = whole("step", step, -1)
     if step < row.retention_step:
         raise RewindTooFar(step, row.retention_step, "what came after it was pruned, up to step")
     if step > (newest := newest_step(tx)):  # a typing error must not fork the timeline

@@ -17,6 +17,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from samplestore import codec
+from samplestore.arguments import duration, optional
 from samplestore.arrays import Prepared, require_rows
 from samplestore.clock import db_now
 from samplestore.errors import InvalidSetting, LeaseLost
@@ -266,6 +267,7 @@ def settle(
     """Settle a stage; False where this very write was made before. Raises LeaseLost."""
     tx.as_owner_of(claim, StageClaim)
     jsonable("details", details)
+    elapsed_s = optional(duration, "elapsed_s", elapsed_s)
     tx.lock_groups([claim.group_id])
     error = None if said is None else codec.clean_text(said)
     changed = tx.execute(
@@ -314,6 +316,7 @@ def fail_stage(
     if outcome not in (VERIFIER_ERROR, VERIFIER_TIMEOUT):
         raise InvalidSetting("outcome", outcome, f"{VERIFIER_ERROR} | {VERIFIER_TIMEOUT}")
     tx.as_owner_of(claim, StageClaim)
+    backoff_s, elapsed_s = duration("backoff_s", backoff_s), optional(duration, "elapsed_s", elapsed_s)
     tx.lock_groups([claim.group_id])
     failures = tx.execute(sa.select(stage.c.failures).where(stage.c.id == claim.stage_id)).scalar_one()
     last = failures + 1 >= tx.settings.max_attempts

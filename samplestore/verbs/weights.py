@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from typing import Any
 
@@ -10,6 +9,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from samplestore import codec
+from samplestore.arguments import location, optional
 from samplestore.clock import db_now
 from samplestore.errors import EngineInUse, EngineUpdating, InvalidSetting, LeaseLost
 from samplestore.models import EngineRow, Run, WeightVersionRow, Worker
@@ -42,7 +42,7 @@ def publish(
     label   what engines report for them; made up if not given, unique within the run
     call    names this call, so that without a step too its repetition after a lost acknowledgement is known
     """
-    path = None if path is None else plain_text("path", os.fspath(path))
+    path = optional(location, "path", path)
     step = None if step is None else whole("step", step)
     label = None if label is None else plain_text("label", label, 200)
     row = tx.lock_run()
@@ -93,7 +93,7 @@ def _published(tx: Tx, timeline: int, step: int, path: str | None) -> Any:
 
 def describe_first(tx: Tx, path: str | None, label: str) -> None:
     """Say where version 0 comes from: the weights that engines start with. Raises InvalidSetting."""
-    path = None if path is None else plain_text("path", os.fspath(path))
+    path = optional(location, "path", path)
     label = plain_text("label", label, 200)
     tx.lock_run()
     if _version_of(tx, label) != 0:

@@ -17,7 +17,7 @@ from samplestore import migrations
 from samplestore.backups import backup as backups
 from samplestore.backups import postgres, sqlite
 from samplestore.engine import Database
-from samplestore.errors import BackupError, RunInUse, SchemaMismatch
+from samplestore.errors import BackupError, LeaseLost, RunInUse, SchemaMismatch, UnknownWorker
 from samplestore.run import Run
 from tests.cli.conftest import Cli
 from tests.support import factory as f
@@ -207,6 +207,27 @@ def test_damage_and_strangers_are_refused(cli: Cli, filled: str, elsewhere: str,
         other = cli("restore", target, "--db", tmp_path / "file.db")
         assert "file of pg_dump" in other.err and "postgresql://" in other.err
         assert migrations.is_blank(Database(elsewhere))
+
+
+def test_no_process_gets_the_id_of_one_that_the_backup_did_not_know(db_url: str, tmp_path: Path) -> None:
+    """A worker that was suspended before a restore writes into the restored database when it wakes up."""
+    database = Database(db_url)
+    with samplestore.Store(database) as store:
+        run = f.make_run(store)
+        backups.backup(database, tmp_path / "backup")
+        suspended = f.register(run)
+        (claim, *_) = run.claim(suspended, 8)
+        f.kill(run, suspended)
+        backups.restore(tmp_path / "backup", database, overwrite=True)
+        restored = store.existing_run("r")
+        (its_own, *_) = restored.claim(f.register(restored), 8)
+        assert (its_own.sample_id, its_own.attempt) == (claim.sample_id, claim.attempt)
+        with pytest.raises(LeaseLost):
+            f.add(restored, claim)
+        with pytest.raises(UnknownWorker):
+            restored.heartbeat(suspended)
+        f.add(restored, its_own)
+        f.sound(restored)
 
 
 def test_a_backup_that_breaks_a_promise_is_refused(filled: str, elsewhere: str, tmp_path: Path) -> None:

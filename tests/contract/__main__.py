@@ -7,13 +7,36 @@ late.)
 from __future__ import annotations
 
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
+from samplestore.errors import MissingExtra
+
 HERE = Path(__file__).resolve().parent
+
+
+class LeftOut:
+    """Where an extra is not installed, what is about it is skipped. In the checkout, where all are, it would fail."""
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        for mark in ("slow", "short"):  # the checkout chooses by them
+            config.addinivalue_line("markers", mark)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Generator[None, None, None]:
+        try:
+            return (yield)
+        except MissingExtra as error:
+            pytest.skip(f"could not import what it is about: {error}")
+        except ModuleNotFoundError as error:
+            if str(error.name).startswith("samplestore"):
+                raise
+            pytest.skip(f"could not import what it is about: {error}")
+
 
 if __name__ == "__main__":
     # Without a configuration of its own pytest would look for conftest.py no higher than this folder.
     where = ["--rootdir", str(HERE.parent), "--confcutdir", str(HERE.parent), "-p", "no:cacheprovider"]
-    sys.exit(pytest.main([str(HERE), *where, *sys.argv[1:]]))
+    sys.exit(pytest.main([str(HERE), *where, *sys.argv[1:]], plugins=[LeftOut()]))

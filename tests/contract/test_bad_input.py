@@ -209,6 +209,74 @@ def test_numpys_ids_are_ids(store: Store) -> None:
     assert run.drop(np.array([claim.group_id]), "why") == 1
 
 
+def test_numpys_whole_numbers_are_whole_numbers(store: Store) -> None:
+    """What a frame gives goes back in: ids of workers, steps, counts, settings."""
+    run = store.run("r", samples_per_prompt=np.int64(1), groups_per_step=np.int32(1), heartbeat_ttl_s=np.float32(30))
+    assert store.run("r", samples_per_prompt=1, groups_per_step=1) is not None
+    run.add_prompts([{"prompt_ids": [1]}, {"prompt_ids": [2]}], max_prompt_tokens=np.int64(5))
+    run.admit()
+    worker, one = np.int64(run.register()), np.int64(1)
+    run.heartbeat(worker)
+    (claim,) = run.claim(worker, one)
+    assert type(claim.owner) is int and run.reap(worker).samples == 0
+    assert run.disown(worker, [claim.sample_id]) == 0 and run.claim_stages(worker, one) == []
+    f.answer(run, claim)
+    with run.batch(one, one, max_staleness=one, rank=np.int64(0), world=one, timeout=np.float32(5)) as batch:
+        assert type(batch.step) is int
+    assert run.replay(one).step == 1 and run.why(one, one) and run.simulate(one)
+    assert run.publish_weights(step=one).step == 1 and run.rewind(one).step == 1
+    assert run.prune(one).retention_step is not None
+    assert len(store.frame("batches", limit=one, step=one)) == 1
+    run.goodbye(worker)
+    f.sound(run)
+
+
+def test_what_is_no_list_no_path_and_no_time_is_refused(store: Store, tmp_path: Path) -> None:
+    """Each argument that a person types: refused by its name, before anything is done."""
+    run, claim, stage = staged(store)
+    out, info = str(tmp_path / "out"), run.register()
+    bad: dict[str, tuple[Any, list[Any]]] = {
+        "steps": (lambda v: run.export(out, steps=v), ["x", "", 5, (1,), (1, 2, 3), {"a": 1}, ("1", 2), (3, 1)]),
+        "status": (lambda v: run.export(out, statuses=v), ["completed", 5, [5], ["complete"]]),
+        "arrays": (lambda v: run.export(out, arrays=v), ["all", 5, [5], ["\ud800"]]),
+        "to": (run.export, [None, 5, "", "a\x00b", "\ud800"]),
+        "progress": (lambda v: run.export(out, progress=v), ["x", 5]),
+        "rows": (lambda v: run.add_prompts(v), [5, None, "x", {}, np.array(5)]),
+        "max_prompt_tokens": (lambda v: run.add_prompts([], max_prompt_tokens=v), ["x", 0, 1.5]),
+        "backoff_s": (lambda v: run.fail(claim, "e", backoff_s=v), ["x", None, float("nan"), -1, [1], 2**70]),
+        "elapsed_s": (lambda v: run.score(stage, 1.0, None, v), ["x", float("nan"), -1, [1], 2**70]),
+        "rid": (lambda v: run.begin_request(claim, v), [None, 5, "", "\ud800", [1]]),
+        "engine": (lambda v: run.begin_request(claim, "r", v), [5, "\ud800", [1]]),
+        "temperature": (lambda v: run.begin_request(claim, "r", None, v), ["x", [1], 2**70, float("nan")]),
+        "names": (lambda v: run.claim_stages(info, 1, v), [5, "reward", [5]]),
+        "digests": (run.images, [None, 5, "x", ["\ud800"], [5]]),
+        "array": (lambda v: run.complete_stage(stage, array=v), ["x", 5, ("x",)]),
+        "path": (lambda v: run.publish_weights(path=v), [5, [1], ""]),
+        "dataset": (lambda v: run.start_evaluation(v), [5, [1], None]),
+        "wait_s": (lambda v: run.abort_inflight("why", wait_s=v), ["x", float("nan"), [1]]),
+        "reason": (lambda v: run.abort_inflight(v), [5, "", None, np.array([1, 2])]),
+        "busy_s": (lambda v: samplestore.open(tmp_path / "x.db", busy_s=v), ["x", None, -1, float("nan"), 2**70, [1]]),
+        "columns": (lambda v: store.frame("samples", columns=v), [5, [5]]),
+    }
+    for name, (verb, values) in bad.items():
+        for value in values:
+            with pytest.raises(InvalidSetting, match=f"^{name}") as caught:
+                verb(value)
+                pytest.fail(f"{name}={value!r} was taken")
+            assert caught.value.allowed
+    for attack in (
+        lambda: run.fail_stage(stage, "e", backoff_s="x"), lambda: run.fail_stage(stage, "e", elapsed_s="x"),
+        lambda: run.describe_first_weights(5), lambda: run.import_samples(5), lambda: run.import_samples("a\x00b"),
+        lambda: run.import_samples([], progress="x"), lambda: run.evaluate("x", timeout="x"),
+        lambda: run.array(np.array([1, 2]), "x"), lambda: samplestore.open("a\x00b"),
+        lambda: samplestore.open("\ud800"),
+    ):  # fmt: skip
+        with pytest.raises(SampleStoreError):
+            attack()
+    assert not Path(out).exists() and not (tmp_path / "x.db").exists()
+    f.sound(run)
+
+
 def test_what_a_worker_or_a_stage_tells_must_be_json(store: Store) -> None:
     """Nobody could read it again, or no status be made of it."""
     run, _, stage = staged(store)

@@ -116,6 +116,18 @@ def test_the_last_worker_to_go_is_the_one_that_counts(store: Store) -> None:
     assert isinstance(error, WorkerFailed) and error.worker_id == first
 
 
+def test_a_worker_that_was_killed_before_is_not_the_last_to_go(store: Store) -> None:
+    """Only its reap comes later."""
+    run = f.make_run(store)
+    killed, failed = f.register(run), f.register(run)
+    f.silence(run, killed, 1000.0)
+    run.goodbye(failed, "out of memory")
+    with pytest.raises(WorkerFailed) as caught:
+        run.batch(step=0, timeout=10)
+    assert caught.value.worker_id == failed
+    assert f.value(run, "SELECT state FROM worker WHERE id = :w", w=killed) == "dead"
+
+
 # -- progress is never pinned
 
 

@@ -421,6 +421,7 @@ def test_status_says_which_prompts_are_lost_to_staleness(store: Store) -> None:
         many.publish_weights(step=step)
         assert bool(status(many.database, many.id)["starving"]) == (step == 1), "late once is no starving"
         many.admit()
+        assert bool(status(many.database, many.id)["starving"]) == (step == 1), "one more that is begun is no hope"
         f.finish_all(many, f.register(many), version=0)
     kept = f.make_run(store, "skip", stale="skip", prompts=1)
     f.finish_all(kept, f.register(kept))

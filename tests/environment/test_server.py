@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 
 import psycopg
 import pytest
+import sqlalchemy as sa
 
 import samplestore
 from samplestore import migrations
 from samplestore.cli import exits
 from samplestore.engine import Database
-from samplestore.errors import DatabaseUnusable, StoreUnavailable
+from samplestore.errors import DatabaseUnusable, StoreBusy, StoreUnavailable
 from samplestore.run import Run
 from tests.support import factory as f
 from tests.support.postgres import Databases, PostgresServer
@@ -80,6 +82,22 @@ def test_a_server_that_stays_away_is_told(postgres_crash_server: PostgresServer)
         assert exits.exit_code(caught.value) == exits.DATABASE
         postgres_crash_server.start()
         f.add(run, claim)
+        f.sound(run)
+
+
+def test_a_lock_that_somebody_keeps_is_told_with_who_keeps_it(postgres_url: str) -> None:
+    """Of a verb, and of what is no verb: a migration waits for the locks of all others."""
+    with samplestore.open(postgres_url, busy_s=0.3) as store, samplestore.open(postgres_url) as other:
+        run = f.make_run(store)
+        with other.database.writing() as connection:
+            keeps = connection.execute(sa.text("SELECT pg_backend_pid() FROM run FOR UPDATE")).scalar_one()
+            who = rf"session {keeps} \(samplestore {os.getpid()}@\S+, idle in transaction\)"
+            told = rf"waited 0\.3 s for a lock .*{who}.*psql -c 'TABLE pg_stat_activity'"
+            with pytest.raises(StoreBusy, match=told):
+                run.publish_weights(path="/w/1", step=0)
+            with pytest.raises(StoreBusy, match=told), store.database.writing() as waiting:
+                waiting.execute(sa.text("LOCK TABLE run IN ACCESS EXCLUSIVE MODE"))
+        run.publish_weights(path="/w/1", step=0)
         f.sound(run)
 
 

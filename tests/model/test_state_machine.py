@@ -23,7 +23,7 @@ from tests.model.rules_stages import StageRules
 from tests.model.rules_training import TrainingRules
 
 EXAMPLES = os.environ.get("SAMPLESTORE_MODEL_EXAMPLES")
-FEW = {True: 80, False: 30}  # of the everyday run, always the same: on SQLite, on PostgreSQL
+FEW = {True: 150, False: 60}  # of the everyday run, always the same: on SQLite, on PostgreSQL
 STEPS = int(os.environ.get("SAMPLESTORE_MODEL_STEPS", "40"))
 SHRINK = os.environ.get("SAMPLESTORE_MODEL_SHRINK", "1") == "1"  # 0: say at once what fails, as it was found
 

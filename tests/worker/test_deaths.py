@@ -87,7 +87,7 @@ def between_writes(bench: Bench) -> bool:
 
 OPEN_TRANSACTIONS = (
     "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
-    "AND application_name = 'samplestore' AND xact_start IS NOT NULL"
+    "AND application_name LIKE 'samplestore %' AND xact_start IS NOT NULL"
 )
 
 

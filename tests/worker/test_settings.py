@@ -50,8 +50,11 @@ def test_an_unknown_key_ends_with_2_and_the_allowed_names(bench: Bench, tmp_path
 
 def test_without_engines_it_says_what_to_type(bench: Bench) -> None:
     bench.make_run()
-    worker = bench.worker()
+    worker = bench.worker(sampling='{"top_p": 0.9, "temprature": 0.5, "max_tokens": 8, "max_new_tokens": 8}')
     assert worker.wait(30) not in (0, None)
+    for said in ("Did you mean temperature?", "inside sampling does nothing", "Did you mean max_new_tokens"):
+        assert said in worker.log(), "what no engine takes is said at the start, not with each request"
+    assert "'top_p'" not in worker.log()
     assert "--router" in worker.log() and "--engine" in worker.log() and "Traceback" not in worker.log()
 
 
