@@ -154,7 +154,7 @@ def _branch(tx: Tx, row: Any, step: int) -> WeightVersion:
     tx.execute(
         sa.insert(version).values(
             run_id=tx.run_id, version=number, timeline=branch, parent=source.version, step=source.step,
-            depth=source.depth, common_depth=source.depth, label=f"{row.uuid[:8]}-v{number}", path=source.path,
+            depth=source.depth, common_depth=source.depth, label=weights.made_label(row.uuid, number), path=source.path,
             created_at=db_now(),
         )
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection
 from typing import Any
 
@@ -56,7 +57,7 @@ def publish(
     made = {
         "run_id": tx.run_id, "version": number, "timeline": row.timeline, "parent": last.version, "step": step,
         "depth": last.depth + 1, "common_depth": last.depth + 1, "path": path,
-        "label": label or f"{row.uuid[:8]}-v{number}",
+        "label": label or made_label(row.uuid, number),
     }  # fmt: skip
     tx.execute(sa.insert(version).values(created_at=db_now(), **made))
     tx.execute(sa.update(run).where(run.c.id == tx.run_id).values(current_version=number, last_version=number))
@@ -69,6 +70,12 @@ def publish(
     stale.sweep(tx)
     tx.event("publish", None, step=step, version=number, details={"path": path, "label": made["label"], "call": call})
     return as_version(row_of(tx, number))
+
+
+def made_label(uuid: str, number: int) -> str:
+    """For weights whose trainer names none. Its end is never the same: after an older backup was restored numbers come
+    again, and an engine that still has the former version of a number must not be taken for one that has the new."""
+    return f"{uuid[:8]}-v{number}-{secrets.token_hex(3)}"
 
 
 def _require_free(tx: Tx, label: str | None) -> None:

@@ -19,6 +19,7 @@ from samplestore.backups import postgres, sqlite
 from samplestore.engine import Database
 from samplestore.errors import BackupError, LeaseLost, RunInUse, SchemaMismatch, UnknownWorker
 from samplestore.run import Run
+from samplestore.verbs import weights
 from tests.cli.conftest import Cli
 from tests.support import factory as f
 from tests.support.postgres import Databases
@@ -207,6 +208,24 @@ def test_damage_and_strangers_are_refused(cli: Cli, filled: str, elsewhere: str,
         other = cli("restore", target, "--db", tmp_path / "file.db")
         assert "file of pg_dump" in other.err and "postgresql://" in other.err
         assert migrations.is_blank(Database(elsewhere))
+
+
+def test_an_engine_keeps_no_weights_that_the_backup_did_not_know(db_url: str, tmp_path: Path) -> None:
+    """Their number comes again after the restore, with other weights."""
+    database = Database(db_url)
+    with samplestore.Store(database) as store:
+        run = f.make_run(store)
+        backups.backup(database, tmp_path / "backup")
+        lost = run.publish_weights(step=1)
+        rewound = run.rewind(0)
+        backups.restore(tmp_path / "backup", database, overwrite=True)
+        restored = store.existing_run("r")
+        again = restored.publish_weights(step=1)
+        assert again.version == lost.version
+        assert len({lost.label, rewound.label, again.label, restored.rewind(0).label}) == 4
+        for left in (lost, rewound):
+            seen = restored.transact(lambda tx, left=left: weights.see_engine(tx, "http://engine", left.label))
+            assert (seen["label"], seen["version"]) == (left.label, None)
 
 
 def test_no_process_gets_the_id_of_one_that_the_backup_did_not_know(db_url: str, tmp_path: Path) -> None:
