@@ -80,7 +80,8 @@ def require_current(database: Database) -> None:
 
 
 def upgrade(target: str | Database, revision: str = "head") -> str | None:
-    """Migrate to `revision`; returns the revision reached. Safe to run from several processes at once."""
+    """Migrate to `revision`; returns the revision reached. Safe to run from several processes at once. Raises
+    SchemaMismatch where a newer samplestore made the schema; then nothing was changed."""
     return _migrate(target, revision, "upgrade")
 
 
@@ -113,7 +114,7 @@ def _migrate(target: str | Database, revision: str, direction: str) -> str | Non
             with database.writing(durable=True) as connection:
                 # two migrations at once would both find the old schema
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(ADVISORY_LOCK)))
-                _run(connection, revision, direction)
+                _run(database, connection, revision, direction)
         return current(database)
     finally:
         if database is not target:
@@ -138,7 +139,7 @@ def _migrate_sqlite(database: Database, revision: str, direction: str) -> None:
         raw.execute("PRAGMA foreign_keys=OFF")
         try:
             with connection.begin():
-                _run(connection, revision, direction)
+                _run(database, connection, revision, direction)
                 broken = connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall()
                 if broken:
                     raise SampleStoreError(
@@ -148,9 +149,12 @@ def _migrate_sqlite(database: Database, revision: str, direction: str) -> None:
             raw.execute("PRAGMA foreign_keys=ON")
 
 
-def _run(connection: Connection, revision: str, direction: str) -> None:
+def _run(database: Database, connection: Connection, revision: str, direction: str) -> None:
     from alembic import command
 
+    found = revision_of(connection)
+    if found is not None and not known(found):
+        raise SchemaMismatch(database.shown_url, found, REVISION, known=False)
     getattr(command, direction)(alembic_config(connection), revision)
 
 

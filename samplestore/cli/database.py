@@ -36,14 +36,11 @@ def _connected(db: str | None, *, must_exist: bool) -> Iterator[Database]:
 def upgrade(db: Db = None) -> None:
     """Make the database where it is not there, and bring its schema to what this samplestore needs."""
     from samplestore import migrations
-    from samplestore.errors import SchemaMismatch
 
     with _connected(db, must_exist=False) as found:
         if found.is_sqlite:  # this command makes what is not there; the others only where the folder is
             found.path.parent.mkdir(parents=True, exist_ok=True)
         before = migrations.current(found) if found.exists() else None
-        if before is not None and not migrations.known(before):
-            raise SchemaMismatch(found.shown_url, before, migrations.REVISION, known=False)
         after = migrations.upgrade(found)
         was = "it was already there" if before == after else f"it was {before or 'without a schema'}"
         say(f"{found.shown_url}: schema revision {after} ({was})")

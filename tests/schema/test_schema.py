@@ -348,8 +348,12 @@ def test_a_downgrade_knows_its_way(fresh: Callable[[str], Database]) -> None:
         with pytest.raises(SchemaMismatch):
             migrations.downgrade(database, unknown)
     f.execute(Store(database), "UPDATE alembic_version SET version_num = '9999'")
+    before = ddl(database)
     with pytest.raises(SchemaMismatch, match="pip install"):
         migrations.downgrade(database, "0001")
+    with pytest.raises(SchemaMismatch, match="pip install"):
+        migrations.upgrade(database)
+    assert (migrations.current(database), ddl(database)) == ("9999", before)
 
 
 REMAKE = """
