@@ -144,7 +144,7 @@ def test_nothing_is_overwritten_unasked(cli: Cli, filled: str, elsewhere: str, t
         later = f.make_run(store, "later")
         worker = f.register(later)
     busy = cli("restore", target, "--db", elsewhere, "--overwrite")
-    assert busy.code == 1 and "in use by 1 live worker or trainer (3). Stop it, " in busy.err
+    assert busy.code == 1 and f"in use by 1 live worker or trainer ({worker}). Stop it, " in busy.err
     with samplestore.open(elsewhere) as store:
         store.existing_run("later").goodbye(worker)
     assert cli("restore", target, "--db", elsewhere, "--overwrite").code == 0
