@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import aiohttp
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
 from samplestore.workers.cpu_engine.checkpoint import load_tokenizer
+from samplestore.workers.cpu_engine.generate import GenerateHandler
 from samplestore.workers.cpu_engine.options import BadRequest, ContractError, EngineOptions
 from samplestore.workers.cpu_engine.params import parse_sampling_params
 from samplestore.workers.cpu_engine.request import TextStream, first_stop
@@ -149,3 +154,20 @@ def test_text_streams_hold_back_unfinished_characters(tmp_path: Path) -> None:
 def test_the_first_stop_in_the_text_wins() -> None:
     assert first_stop("one two three", ["three", "two"]) == (4, "two")
     assert first_stop("one", ["two"]) is None
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+async def test_a_client_that_went_away_is_no_error(monkeypatch: pytest.MonkeyPatch, is_list: bool) -> None:
+    """Each left a traceback in the engine's log."""
+
+    async def gone(*given: Any) -> None:
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    options = SimpleNamespace(stream_interval=1, incremental_streaming_output=False)
+    handler = GenerateHandler(cast(Any, None), cast(Any, None), cast(Any, options))
+    monkeypatch.setattr(handler, "_answer", lambda *given: {})
+    monkeypatch.setattr(web.StreamResponse, "write", gone)
+    params = SimpleNamespace(stream_interval=None)
+    request = SimpleNamespace(finish={"type": "stop"}, output=[1], params=params, visible_text=lambda: "")
+    response = await handler._stream(make_mocked_request("POST", "/generate"), cast(Any, [request, request]), is_list)
+    assert response.status == 200

@@ -76,14 +76,17 @@ class GenerateHandler:
 
     async def _stream(self, http: web.Request, requests: list[Request], is_list: bool) -> web.StreamResponse:
         response = await _open_stream(http)
-        if not is_list:
-            await self._stream_one(response, requests[0], None)
-        else:
-            async with asyncio.TaskGroup() as group:
-                for index, request in enumerate(requests):
-                    group.create_task(self._stream_one(response, request, index))
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+        try:
+            if not is_list:
+                await self._stream_one(response, requests[0], None)
+            else:
+                async with asyncio.TaskGroup() as group:
+                    for index, request in enumerate(requests):
+                        group.create_task(self._stream_one(response, request, index))
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
+        except* ConnectionResetError:
+            pass  # the client went away: nobody is there to answer, and nothing is wrong here
         return response
 
     async def _stream_one(self, response: web.StreamResponse, request: Request, index: int | None) -> None:
