@@ -56,7 +56,8 @@ def test_partial_aborts_the_rest_and_resumes_it_first_under_the_new_weights(any_
     worker = bench.worker(engine, concurrency=4)
     bench.wait(lambda: factory.events(bench.run, "step_over"), "the step is over")
     bench.wait(bench.unowned, "what is not needed has gone back")
-    assert engine.idle() and len(engine.aborts) >= 2
+    bench.wait(engine.idle, "the engine has heard of it")
+    assert len(engine.aborts) >= 2
     assert [row["status"] for row in bench.samples()] == ["truncated"] * 2 + ["aborted"] * 2
     assert [row["n_tokens"] for row in bench.samples()] == [32, 32, 12, 12]
     [asked] = factory.events(bench.run, "abort_inflight")
