@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class LeftOut:
-    """Where an extra is not installed, what is about it is skipped; in CI it fails, as everything that is missing does."""
+    """Where an extra is not installed, what is about it is skipped. In CI it fails, as all that is missing does."""
 
     def pytest_configure(self, config: pytest.Config) -> None:
         for mark in ("slow", "short"):  # the checkout chooses by them
