@@ -3,6 +3,7 @@ The rules stand in rules_*.py."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -17,6 +18,7 @@ from tests.model.model import Model, ModelGroup, ModelSample, Rules
 from tests.support import factory as f
 
 T = TypeVar("T")
+Read = Callable[[str], list[dict[str, Any]]]  # a query of this run, :r
 WORKERS, TRAINERS = 3, 2
 EXACT_EVERY = 8  # steps between two recounts
 
@@ -110,16 +112,18 @@ class Frame(RuleBasedStateMachine):
     def agrees(self) -> None:
         if not hasattr(self, "run"):
             return
-        self.agree_on_samples()
-        self.agree_on_stages()
-        self.agree_on_training()
-        self.agree_on_engines()
+        with self.run.database.reading() as connection:  # one for all: each has its price on PostgreSQL
+            read = functools.partial(f.rows_of, connection, r=self.run.id)
+            self.agree_on_samples(read)
+            self.agree_on_stages(read)
+            self.agree_on_training(read)
+            self.agree_on_engines(read)
         self.steps_done += 1
         if self.steps_done % EXACT_EVERY == 0:
             f.sound(self.run)
 
-    def agree_on_samples(self) -> None:
-        rows = f.rows(self.run, "SELECT * FROM sample WHERE run_id = :r ORDER BY id", r=self.run.id)
+    def agree_on_samples(self, read: Read) -> None:
+        rows = read("SELECT * FROM sample WHERE run_id = :r ORDER BY id")
         told = [
             (r["id"], r["status"], r["owner"], r["n_tokens"], r["n_segments"], r["incarnation"], r["failures"],
              r["finish_reason"], r["reward"], r["n_aborts"], r["n_resumes"], r["closed"], bool(r["version_unknown"]))
@@ -131,41 +135,38 @@ class Frame(RuleBasedStateMachine):
             for s in self.m.samples
         ]  # fmt: skip
         assert told == expected
-        assert f.states(self.run) == [g.state for g in self.m.groups]
-        kept = f.rows(
-            self.run, "SELECT fate, sum(amount) AS n FROM ledger_total WHERE run_id = :r GROUP BY fate", r=self.run.id
-        )
+        groups = read("SELECT state FROM sample_group WHERE run_id = :r ORDER BY number")
+        assert [r["state"] for r in groups] == [g.state for g in self.m.groups]
+        kept = read("SELECT fate, sum(amount) AS n FROM ledger_total WHERE run_id = :r GROUP BY fate")
         assert {r["fate"]: int(r["n"]) for r in kept if r["n"]} == self.m.fates()
-        requests = f.rows(
-            self.run, "SELECT rid, stored_tokens, generated_tokens FROM request WHERE run_id = :r", r=self.run.id
-        )
+        requests = read("SELECT rid, stored_tokens, generated_tokens FROM request WHERE run_id = :r")
         assert {r["rid"]: (r["stored_tokens"], r["generated_tokens"]) for r in requests} == {
             rid: (r["stored"], r["generated"]) for rid, r in self.rids.items()
         }
 
-    def agree_on_stages(self) -> None:
-        rows = f.rows(self.run, "SELECT * FROM stage WHERE run_id = :r ORDER BY id", r=self.run.id)
+    def agree_on_stages(self, read: Read) -> None:
+        rows = read("SELECT * FROM stage WHERE run_id = :r ORDER BY id")
         shown = {"cancelled": "failed", "superseded": "failed"}
         assert [(r["sample_id"], r["name"], r["status"], r["owner"], r["failures"]) for r in rows] == [
             (s.sample.id, s.name, shown.get(s.status, s.status), s.owner, s.failures) for s in self.m.stages
         ]
 
-    def agree_on_training(self) -> None:
-        rows = f.rows(self.run, "SELECT id, step, state, owner FROM batch WHERE run_id = :r ORDER BY id", r=self.run.id)
+    def agree_on_training(self, read: Read) -> None:
+        rows = read("SELECT id, step, state, owner FROM batch WHERE run_id = :r ORDER BY id")
         assert [(r["id"], r["step"], r["state"], r["owner"]) for r in rows] == [
             (b.id, b.step, b.state, b.trainer) for b in self.m.batches
         ]
-        row = f.rows(self.run, "SELECT state, current_version, last_version FROM run WHERE id = :r", r=self.run.id)[0]
+        row = read("SELECT state, current_version, last_version FROM run WHERE id = :r")[0]
         assert (row["state"], row["current_version"]) == (self.m.state, self.m.current)
         assert row["last_version"] == max(self.m.node)
         if self.steps_done % EXACT_EVERY == 0:
             told = {v.version: (v.label, v.path) for v in self.run.weight_versions()}
             assert told == {v: (self.m.labels[v], self.m.paths[v]) for v in self.m.node}
-        live = f.rows(self.run, "SELECT id FROM worker WHERE run_id = :r AND state = 'live'", r=self.run.id)
+        live = read("SELECT id FROM worker WHERE run_id = :r AND state = 'live'")
         assert {r["id"] for r in live} == {*self.workers, *self.trainers}
 
-    def agree_on_engines(self) -> None:
-        rows = f.rows(self.run, "SELECT * FROM engine WHERE run_id = :r AND state <> 'gone'", r=self.run.id)
+    def agree_on_engines(self, read: Read) -> None:
+        rows = read("SELECT * FROM engine WHERE run_id = :r AND state <> 'gone'")
         assert {r["url"]: (r["label"], r["version"], r["owner"], r["state"], r["failures"]) for r in rows} == {
             e.url: (e.label, e.version, e.owner, "failed" if e.failed else "live", e.failures)
             for e in self.m.engines.values()

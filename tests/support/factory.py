@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,7 +101,14 @@ def execute(run: Run | Store, sql: str, **values: Any) -> None:
 
 def rows(run: Run | Store, sql: str, **values: Any) -> list[dict[str, Any]]:
     with run.database.reading() as connection:
-        return [dict(r) for r in connection.execute(sa.text(sql), values).mappings()]
+        return rows_of(connection, sql, **values)
+
+
+def rows_of(connection: sa.Connection, sql: str, **values: Any) -> list[dict[str, Any]]:
+    return [dict(r) for r in connection.execute(_text(sql), values).mappings()]
+
+
+_text = functools.cache(sa.text)
 
 
 def value(run: Run | Store, sql: str, **values: Any) -> Any:
