@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from samplestore import faults
+from tests.crash.__main__ import ELSEWHERE
 from tests.crash.levels import LEVELS, Level
 from tests.crash.schedule import POINTS, fate
 from tests.crash.world import TTL_S, Tally
@@ -43,6 +45,15 @@ def test_fifty_deaths(backend: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_deaths_of_a_whole_stack(tmp_path: Path) -> None:
     survive("full", "sqlite", SEED, 12, 30, tmp_path)
+
+
+def test_every_named_point_has_its_killer() -> None:
+    """A point that no world comes to fails `make test-crash` after its hour, unless a test elsewhere kills there."""
+    drawn = {point for points in POINTS.values() for point in points} | {"migrating", "pruning"}  # the two of extras.py
+    assert drawn | ELSEWHERE.keys() == faults.POINTS.keys() and not drawn & ELSEWHERE.keys()
+    for point, file in ELSEWHERE.items():
+        text = (Path(__file__).parents[2] / file).read_text()
+        assert f"{point}=kill" in text or (f'"{point}"' in text and "{point}=kill" in text), (point, file)
 
 
 def test_a_seed_repeats_its_schedule() -> None:
