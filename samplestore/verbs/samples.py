@@ -383,7 +383,9 @@ def _not_finished(tx: Tx, claim: Claim, given: str | None, reason: str | None) -
         raise InvalidSegment("a sample without tokens cannot finish; release or fail it", field="tokens")
     length = (reason or row.finish_reason) == "length"
     ended = given or (SampleStatus.TRUNCATED if length else SampleStatus.COMPLETED)
-    _ended_before(tx, claim, ended, SampleStatus.FAILED)  # FAILED: its reward could not be had meanwhile
+    # Its reward could not be had meanwhile. Without stages it is failed because it was given back, and then given up.
+    failed = (SampleStatus.FAILED,) if stages.made_of(tx, claim) else ()
+    _ended_before(tx, claim, ended, *failed)
 
 
 def release(tx: Tx, claim: Claim, reason: str, tokens_lost: int = 0) -> None:

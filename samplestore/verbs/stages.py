@@ -72,6 +72,12 @@ def owned_by(tx: Tx, sample_id: int, worker_id: int) -> list[StageClaim]:
     return _load(tx, [row.id for row in ids], worker_id)
 
 
+def made_of(tx: Tx, claim: Claim) -> bool:
+    """Whether the sample has stages of this life: it was finished, then."""
+    mine = (stage.c.sample_id == claim.sample_id) & (stage.c.incarnation == claim.incarnation)
+    return tx.execute(sa.select(stage.c.id).where(mine).limit(1)).scalar() is not None
+
+
 def claim_stages(tx: Tx, worker_id: int, limit: int, names: Collection[str] | None = None) -> list[StageClaim]:
     """Take up to `limit` pending stages, oldest first; those called `names`, or any. Raises WorkerDead."""
     tx.require_live(worker_id)

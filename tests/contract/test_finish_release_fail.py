@@ -260,3 +260,33 @@ def test_one_end_after_another_at_the_same_attempt_is_refused(store: Store) -> N
     with pytest.raises(LeaseLost):
         run.finish(b)
     f.sound(run)
+
+
+@pytest.mark.parametrize("gave_back", ["fail", "release"])
+def test_a_finish_of_what_was_given_back_and_then_given_up_is_refused(store: Store, gave_back: str) -> None:
+    """Its worker let go at this attempt, and it is failed: so is a finished sample whose reward could not be had."""
+    run = f.make_run(store, prompts=1, on_straggler="drop", group_deadline_s=10.0)
+    a, b = run.claim(f.register(run), 2)
+    f.answer(run, a)
+    f.add(run, b)
+    getattr(run, gave_back)(b, "x")
+    f.execute(run, "UPDATE sample_group SET created_at = created_at - 100")
+    run.reap()
+    assert f.sample(run, b.sample_id)["status"] == "failed"
+    before = f.snapshot(run)
+    with pytest.raises(LeaseLost):
+        run.finish(b)
+    assert f.snapshot(run) == before
+
+
+def test_a_finish_is_repeated_after_its_reward_could_not_be_had(store: Store) -> None:
+    run = f.make_run(store, prompts=1, stages=["reward"], max_attempts=1)
+    worker = f.register(run)
+    a = run.claim(worker, 2)[0]
+    f.answer(run, a)
+    (stage,) = run.claim_stages(worker, 1)
+    run.fail_stage(stage, "no reward")
+    assert f.sample(run, a.sample_id)["status"] == "failed"
+    before = f.snapshot(run)
+    run.finish(a)
+    assert f.snapshot(run) == before
