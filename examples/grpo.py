@@ -219,13 +219,13 @@ def staleness(weight_versions: Tensor, loss_mask: Tensor, current_version: int) 
     mixed is the share of samples whose trained tokens come from more than one version, that is of samples that were
     interrupted and resumed. Numbers for a log line: the store's own measure counts along timelines.
 
-    weight_versions int64 [B, L] (-1: unknown, left out), loss_mask float32 [B, L]
+    weight_versions int32 [B, L] (-1: unknown, left out), loss_mask float32 [B, L]
     """
     known = (loss_mask > 0) & (weight_versions >= 0)
     if not bool(known.any()):
         return {"mean": math.nan, "max": -1, "mixed": 0.0}
     ages = (current_version - weight_versions)[known]
-    lowest = torch.where(known, weight_versions, torch.iinfo(torch.int64).max).amin(dim=1)
+    lowest = torch.where(known, weight_versions, torch.iinfo(weight_versions.dtype).max).amin(dim=1)
     highest = torch.where(known, weight_versions, -1).amax(dim=1)
     mixed = (highest > lowest) & known.any(dim=1)
     return {"mean": float(ages.float().mean()), "max": int(ages.max()), "mixed": float(mixed.float().mean())}

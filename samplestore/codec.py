@@ -22,6 +22,7 @@ from samplestore.words import amount
 PRUNED, WITH_LOGPROBS, IDS_ONLY = 0, 1, 2
 PRUNED_PAYLOAD = bytes([PRUNED])
 _I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
+_from = np.frombuffer
 HAS_LOGPROBS, _IDS_ONLY = bytes([WITH_LOGPROBS]), bytes([IDS_ONLY])
 MAX_SEGMENT_TOKENS = 16_777_216
 MAX_TOKEN_ID = 2**31 - 1
@@ -178,17 +179,16 @@ def payload_tokens(payload_length: int, fmt: int) -> int | None:
 def decode(payload: bytes) -> tuple[Ids, Floats | None]:
     """(int32 [n], float32 [n] or None), read-only views into `payload`. Raises ValueError if it is damaged,
     TokensPruned."""
-    size = len(payload) - 1
-    if size > 0 and payload[0] == WITH_LOGPROBS and size % 8 == 0:  # most are
-        half = size // 8
-        return np.frombuffer(payload, _I4, half, 1), np.frombuffer(payload, _F4, half, 1 + 4 * half)
+    n, rest = divmod(len(payload) - 1, 8)
+    if not rest and n > 0 and payload[0] == WITH_LOGPROBS:  # most are
+        return _from(payload, _I4, n, 1), _from(payload, _F4, n, 1 + 4 * n)
     if payload == PRUNED_PAYLOAD:
         raise TokensPruned("this segment")
-    n = payload_tokens(len(payload), payload[0]) if payload else None
-    if n is None:
+    tokens = payload_tokens(len(payload), payload[0]) if payload else None
+    if tokens is None:
         raise ValueError(f"damaged segment payload of {amount(len(payload), 'byte')}")
-    ids = np.frombuffer(payload, _I4, n, 1)
-    return ids, None if payload[0] == IDS_ONLY else np.frombuffer(payload, _F4, n, 1 + 4 * n)
+    ids = _from(payload, _I4, tokens, 1)
+    return ids, None if payload[0] == IDS_ONLY else _from(payload, _F4, tokens, 1 + 4 * tokens)
 
 
 def own(value: Any) -> Any:

@@ -170,19 +170,13 @@ def _by_sample(segments: Sequence[Any]) -> dict[int, list[Any]]:
 
 
 def _sample(row: Any, about: Any, prompt_ids: Ids, runs: dict[int, responses.Runs], unscored: bool) -> BatchSample:
-    response, shared, images = runs[row.id], 0, about.images or ()
+    response, shared = runs[row.id], 0
     if row.parent_id is not None:
         prompt_ids, response = forks.delivered(row, prompt_ids, runs, response[0].ids.size)
         shared = 0 if row.parent_upto is None else responses.length(response) - responses.length(runs[row.id])
-        images = () if row.parent_upto is None else images
     if row.removed is not None or unscored:
         response = tuple(run.untrained() for run in response)  # derived when read, as the staleness policy is
-    return BatchSample.made(
-        sample_id=row.id, group_id=row.group_id, group_number=about.number, index=row.place, prompt_ids=prompt_ids,
-        runs=response, reward=row.reward, status=row.status, finish_reason=row.finish_reason,
-        label=codec.own(about.label), metadata=codec.own(about.meta or {}), removed=row.removed, unscored=unscored,
-        rollout_id=row.parent_id or row.id, shared=shared, images=tuple(images),
-    )  # fmt: skip
+    return BatchSample(row, about, prompt_ids, response, shared, unscored)
 
 
 class _Loss:

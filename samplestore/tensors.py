@@ -10,7 +10,7 @@ B samples, T tokens in all, L the longest sample; a sample's tokens are prompt t
 | attention_mask | - | int64 [B, L] | 1 on tokens, right padding |
 | loss_mask | float32 [T] | float32 [B, L] | 1 on response tokens that are trained |
 | rollout_log_probs | float32 [T] | float32 [B, L] | nats; 0 where there is none |
-| weight_versions | int64 [T] | int64 [B, L] | -1 on prompts, padding and where unknown |
+| weight_versions | int32 [T] | int32 [B, L] | -1 on prompts, padding and where unknown |
 | prompt_lengths, response_lengths | int64 [B] | int64 [B] | |
 | rewards, advantages | float32 [B] | float32 [B] | NaN where it could not be had (loss_mask is 0 there) |
 | group_ids, sample_ids | int64 [B] | int64 [B] | |
@@ -20,7 +20,7 @@ B samples, T tokens in all, L the longest sample; a sample's tokens are prompt t
 | n_rollouts | int64 [] | int64 [] | rollouts of the whole batch |
 
 Of a rank, or of a micro-batch, [B] and [T] are its own samples and tokens. The advantages, the sums and the two numbers
-are those of the whole batch all the same. Packed arrays of [T] are parts of one piece of memory, 32 bytes a token,
+are those of the whole batch all the same. Packed arrays of [T] are parts of one piece of memory, 28 bytes a token,
 which stays as long as one of them does: copy the one that is to be kept.
 """
 
@@ -29,12 +29,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from samplestore import responses
+from samplestore import codec, responses
 from samplestore.advantages import advantages
 from samplestore.arrays import EXPERTS
 from samplestore.errors import InvalidSegment, InvalidSetting, MissingExtra
@@ -49,65 +50,110 @@ PER_TOKEN: dict[str, tuple[Any, Any]] = {
     "position_ids": (np.int64, 0),
     "loss_mask": (np.float32, 0),
     "rollout_log_probs": (np.float32, 0),
-    "weight_versions": (np.int64, -1),
+    "weight_versions": (np.int32, -1),
 }
 
 
-@dataclass(frozen=True)
 class BatchSample:
-    """One trajectory of a batch, n response tokens.
+    """One trajectory of a batch, n response tokens. It can be pickled.
 
-    prompt_ids    int32 [p]
-    runs          the response, as samplestore.responses keeps it; the four below are made of it when asked for
-    response_ids  int32 [n]
-    logprobs      float32 [n]; 0.0 where a token has none (loss_mask is 0 there)
-    loss_mask     uint8 [n]; after the batch's staleness policy
-    versions      int32 [n]; -1 where unknown or not generated
+    prompt_ids  int32 [p]
+    runs        the response, as samplestore.responses keeps it; what is [n] is made of it when asked for
+    shared      response tokens at its front that belong to what it was forked from
+    unscored    the run gives rewards, and this one could not be read: loss_mask is 0 everywhere
     """
 
-    sample_id: int
-    group_id: int
-    group_number: int
-    index: int
-    prompt_ids: Ids
-    runs: responses.Runs
-    reward: float | None
-    status: str
-    finish_reason: str | None
-    label: Any
-    metadata: dict[str, Any]
-    images: tuple[str, ...] = ()  # digests; batch.images has their bytes
-    rollout_id: int | None = None  # what it was forked from; its own id else: samples of one rollout share one weight
-    shared: int = 0  # response tokens at its front that belong to what it was forked from
-    unscored: bool = False  # the run gives rewards, and this one could not be read: loss_mask is 0 everywhere
-    removed: str | None = None  # why a sample filter took it out of the loss: then loss_mask is 0 everywhere
-
-    @classmethod
-    def made(cls, **fields: Any) -> BatchSample:
-        """As the constructor does, in an eighth of its time: a frozen dataclass sets field by field, and a batch has
-        thousands. Those left out have their defaults."""
-        sample = object.__new__(cls)
-        sample.__dict__.update(fields)
-        return sample
+    def __init__(
+        self, row: Any, about: Any, prompt_ids: Ids, runs: responses.Runs, shared: int = 0, unscored: bool = False
+    ) -> None:
+        """row, about   of the sample, and of its group with its prompt: the rest is read from them when asked for, for
+        a batch has thousands of samples, and few of their fields are looked at"""
+        self._row, self._about = row, about
+        self.prompt_ids, self.runs, self.shared, self.unscored = prompt_ids, runs, shared, unscored
 
     def __repr__(self) -> str:
         tokens = f"{self.prompt_ids.size:,} + {amount(responses.length(self.runs), 'token')}"
         return f"<BatchSample {self.group_number}/{self.index}: {tokens}, {self.status}, reward {self.reward}>"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The rows' types are made when they are read: another process does not know them."""
+        return {**vars(self), **{name: SimpleNamespace(**vars(self)[name]._asdict()) for name in ("_row", "_about")}}
+
+    @property
+    def sample_id(self) -> int:
+        return int(self._row.id)
+
+    @property
+    def group_id(self) -> int:
+        return int(self._row.group_id)
+
+    @property
+    def group_number(self) -> int:
+        return int(self._about.number)
+
+    @property
+    def index(self) -> int:
+        return int(self._row.place)
+
+    @property
+    def reward(self) -> float | None:
+        value: float | None = self._row.reward
+        return value
+
+    @property
+    def status(self) -> str:
+        return str(self._row.status)
+
+    @property
+    def finish_reason(self) -> str | None:
+        reason: str | None = self._row.finish_reason
+        return reason
+
+    @cached_property
+    def label(self) -> Any:
+        return codec.own(self._about.label)
+
+    @cached_property
+    def metadata(self) -> dict[str, Any]:
+        """Its own copy: what is changed in it does not reach its siblings."""
+        made: dict[str, Any] = codec.own(self._about.meta or {})
+        return made
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """Digests; batch.images has their bytes. None where a fork has a prompt of its own."""
+        own_prompt = self._row.parent_id is not None and self._row.parent_upto is None
+        return () if own_prompt else tuple(self._about.images or ())
+
+    @property
+    def rollout_id(self) -> int:
+        """Of what it was forked from; its own id else: samples of one rollout share one weight."""
+        return int(self._row.parent_id or self._row.id)
+
+    @property
+    def removed(self) -> str | None:
+        """Why a sample filter took it out of the loss: then loss_mask is 0 everywhere."""
+        reason: str | None = self._row.removed
+        return reason
+
     @cached_property
     def response_ids(self) -> Ids:
+        """int32 [n]"""
         return responses.ids(self.runs)
 
     @cached_property
     def logprobs(self) -> Floats:
+        """float32 [n]; 0.0 where a token has none (loss_mask is 0 there)."""
         return np.concatenate([run.logprobs for run in self.runs]) if self.runs else np.empty(0, np.float32)
 
     @cached_property
     def loss_mask(self) -> npt.NDArray[np.uint8]:
+        """uint8 [n]; after the batch's staleness policy."""
         return self._repeated([run.trained for run in self.runs], np.uint8)
 
     @cached_property
     def versions(self) -> Ids:
+        """int32 [n]; -1 where unknown or not generated."""
         return self._repeated([run.version for run in self.runs], np.int32)
 
     def _repeated(self, values: list[Any], dtype: Any) -> npt.NDArray[Any]:
@@ -180,10 +226,10 @@ def _packed(samples: Sequence[BatchSample], lengths: Lengths) -> Arrays:
     longest = int(lengths.max(initial=0))
     places, none = np.arange(longest), np.zeros(longest, np.float32)
     unknown = PER_TOKEN["weight_versions"][1]
-    parts = [responses.Run(np.empty(0, np.int32), none[:0], False, unknown)]
+    parts: list[tuple[Ids, Floats, bool, int]] = [(np.empty(0, np.int32), none[:0], False, unknown)]
     for sample in samples:
         prompt = sample.prompt_ids
-        parts.append(responses.Run(prompt, none[: prompt.size], False, unknown))
+        parts.append((prompt, none[: prompt.size], False, unknown))
         parts.extend(sample.runs)
     ids, logprobs, trained, versions = zip(*parts, strict=True)
     sizes = np.array([part.size for part in ids])
@@ -192,7 +238,7 @@ def _packed(samples: Sequence[BatchSample], lengths: Lengths) -> Arrays:
     np.concatenate([places[:0], *(places[:length] for length in lengths.tolist())], out=made["position_ids"])
     np.concatenate(logprobs, out=made["rollout_log_probs"])
     made["loss_mask"][:] = np.repeat(np.array(trained, np.float32), sizes)
-    made["weight_versions"][:] = np.repeat(np.array(versions, np.int64), sizes)
+    made["weight_versions"][:] = np.repeat(np.array(versions, np.int32), sizes)
     return {**made, "cu_seqlens": ends.astype(np.int32)}
 
 

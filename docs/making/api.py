@@ -9,7 +9,7 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
-from making.pages import code, page, paragraphs, table
+from making.pages import cell, code, page, paragraphs, table
 
 API = (
     ("samplestore.store", "Store"),
@@ -83,9 +83,13 @@ def _api() -> Iterator[str]:
             yield from paragraphs(cls.__doc__)
         if hasattr(cls, "__dataclass_fields__"):
             yield from table(("field", "type"), [(code(f.name), code(f.type)) for f in fields(cls)])
-        for attribute, value in vars(cls).items():
-            if not attribute.startswith("_"):
-                yield from _member(name, attribute, value)
+        members = {attribute: value for attribute, value in vars(cls).items() if not attribute.startswith("_")}
+        if read := [row for row in (_attribute(*member) for member in members.items()) if row is not None]:
+            yield from table(("attribute", "type", ""), read)
+        for attribute, value in members.items():
+            if inspect.isfunction(value):
+                yield from (f"### `{name}.{attribute}`", "")
+                yield from _function(attribute, value, skip=("self",))
         if name == "Run":
             yield from ("### Options of `run.batch`", "")
             yield from _function("run.batch", samplestore.batches.take, skip=("run",))
@@ -98,14 +102,12 @@ def _api() -> Iterator[str]:
             yield from _function(f"{module}.{name}", getattr(import_module(module), name))
 
 
-def _member(owner: str, name: str, value: Any) -> Iterator[str]:
-    if isinstance(value, property) or type(value).__name__ == "cached_property":
-        doc = inspect.getdoc(value) or ""
-        yield from (f"### `{owner}.{name}` (property)", "")
-        yield from paragraphs(doc)
-    elif inspect.isfunction(value):
-        yield from (f"### `{owner}.{name}`", "")
-        yield from _function(name, value, skip=("self",))
+def _attribute(name: str, value: Any) -> tuple[str, str, str] | None:
+    """Of a property: its name, type, and what it says of itself on one line."""
+    made = value.fget if isinstance(value, property) else getattr(value, "func", None)
+    if made is None:
+        return None
+    return code(name), code(inspect.signature(made).return_annotation), cell(inspect.getdoc(value) or "")
 
 
 def _function(name: str, function: Any, skip: tuple[str, ...] = ()) -> Iterator[str]:

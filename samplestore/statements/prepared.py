@@ -20,12 +20,13 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """One dialect's string, its constants, and what turns values of a type (JSON, bytes) into the driver's and back."""
+    """One dialect's string, its constants, and what turns values of a type (JSON, bytes) into the driver's and back: by
+    the name of a parameter, by the place of a column."""
 
     sql: str
     constants: dict[str, Any]
     turns: list[tuple[str, Callable[[Any], Any]]]
-    returns: list[tuple[str, Callable[[Any], Any]]]
+    returns: list[tuple[int, Callable[[Any], Any]]]
 
     def parameters(self, values: Values) -> dict[str, Any]:
         given = {**self.constants, **values}
@@ -57,9 +58,15 @@ class Prepared:
         """All rows, with names for attributes."""
         compiled = self._of(connection.dialect)
         found = driver.run(connection, compiled.sql, compiled.parameters(values), binary=True).fetchall()
-        for name, turn in compiled.returns:
-            found = [row._replace(**{name: turn(getattr(row, name))}) for row in found]
-        return found
+        if not compiled.returns:
+            return found
+        turned = []
+        for row in found:
+            made = list(row)
+            for place, turn in compiled.returns:
+                made[place] = turn(made[place])
+            turned.append(row._make(made))
+        return turned
 
     def _of(self, dialect: Dialect) -> _Compiled:
         return self._compiled.get(dialect.name) or self._compile(dialect)
@@ -76,9 +83,9 @@ class Prepared:
         ]
         constants = {name: bind.effective_value for bind, name in made.bind_names.items() if not bind.required}
         columns = self.statement.exported_columns if self.statement.is_select or self.statement.is_dml else ()
-        returns: list[tuple[str, Callable[[Any], Any]]] = [
-            (column.key, turn)
-            for column in columns
+        returns: list[tuple[int, Callable[[Any], Any]]] = [
+            (place, turn)
+            for place, column in enumerate(columns)
             if isinstance(kind := column.type.dialect_impl(dialect), sa.JSON)
             and (turn := kind.result_processor(dialect, None)) is not None
         ]
