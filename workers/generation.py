@@ -143,7 +143,7 @@ class Request:
             lost = "lease lost"
             raise
         except (InvalidSegment, SequenceConflict) as error:
-            lost = f"refused: {error}"[:200]
+            lost = f"refused: {type(error).__name__}"  # a reason is counted: no ids in it. The error tells them
             raise
         except EngineError as error:
             lost = f"engine {error.kind}"
