@@ -42,7 +42,7 @@ _HOMES = {
     "Claim": "samplestore.types",
     "StageClaim": "samplestore.types",
     "RequestInfo": "samplestore.types",
-    "RunSettings": "samplestore.types",
+    "RunSettings": "samplestore.runsettings",
     "SampleStoreError": "samplestore.errors",
     "LeaseLost": "samplestore.errors",
     "BatchTimeout": "samplestore.errors",
@@ -74,8 +74,9 @@ if TYPE_CHECKING:
         WeightVersionRow,
         Worker,
     )  # fmt: skip
+    from samplestore.runsettings import RunSettings
     from samplestore.store import Store, open
-    from samplestore.types import Claim, RequestInfo, RunSettings, StageClaim, WeightVersion
+    from samplestore.types import Claim, RequestInfo, StageClaim, WeightVersion
 
 __all__ = [
     "BatchGroup",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from samplestore.types import one_of
+from samplestore.arguments import one_of
 
 Values = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]

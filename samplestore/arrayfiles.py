@@ -24,7 +24,7 @@ from typing import Any
 from samplestore import faults
 from samplestore.arrays import Prepared
 from samplestore.errors import ArrayFileError, MissingExtra
-from samplestore.types import RunSettings
+from samplestore.runsettings import RunSettings
 
 GRACE_S = 3600.0
 KEY = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 
 from samplestore import arrays, hooks, ranks
 from samplestore.advantages import METHODS
+from samplestore.arguments import choice, one_of, seconds, whole
 from samplestore.batch import Batch as Batch
 from samplestore.batch import row_of
 from samplestore.errors import (
@@ -32,7 +33,7 @@ from samplestore.models import BatchRow, Run, Worker
 from samplestore.queries import plans, serving
 from samplestore.queries.why import why
 from samplestore.states import BatchState, StalenessMode, StalePolicy, WorkerKind, WorkerState
-from samplestore.types import Why, choice, one_of, seconds, whole
+from samplestore.types import Why
 from samplestore.verbs import batches as verbs
 from samplestore.verbs import liveness, prompts
 from samplestore.verbs.tx import Transactor
@@ -93,7 +94,7 @@ def take(
     gives the same groups, also to a trainer that died and was started again, as long as they are ready.
 
     groups, max_staleness, staleness_mode, stale, mask_offpolicy, order
-                                                   the run's settings where left out (types.RunSettings)
+                                                   the run's settings where left out (runsettings.RunSettings)
     rank, world                                    of a data-parallel trainer: rank 0 leases, and shares the samples out
                                                    by tokens (samplestore.planning.plan); the others wait for it and
                                                    read their part. What the batch is, the options of rank 0 say

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from samplestore.arguments import whole
 from samplestore.batch import Batch
 from samplestore.batches import require_options, take
 from samplestore.errors import BatchTimeout, InvalidSetting, MissingExtra, SampleStoreError
-from samplestore.types import whole
 from samplestore.verbs.tx import Transactor
 
 if TYPE_CHECKING:

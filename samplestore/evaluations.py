@@ -7,13 +7,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from samplestore.arguments import seconds
 from samplestore.batches import raise_worker_failure
 from samplestore.errors import EvaluationTimeout
 from samplestore.models import EngineRow
 from samplestore.models import Run as RunRow
 from samplestore.queries.evaluation import Evaluation, evaluations, progress
 from samplestore.queries.why import unfinished
-from samplestore.types import seconds
 from samplestore.verbs import evaluation
 from samplestore.verbs.tx import Transactor
 

@@ -11,11 +11,11 @@ import numpy as np
 import sqlalchemy as sa
 
 from samplestore import arguments, codec, states, views
+from samplestore.arguments import choice, whole
 from samplestore.errors import InvalidSetting, MissingExtra, TokensPruned
 from samplestore.models import Base, BatchGroup, BatchRow, Sample, SampleGroup, Segment
 from samplestore.statements import staleness
 from samplestore.statements.lists import among
-from samplestore.types import choice, whole
 
 TABLES = {
     "runs": "run", "prompts": "prompt", "datasets": "dataset", "groups": "sample_group", "samples": "sample",

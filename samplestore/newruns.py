@@ -10,8 +10,8 @@ from typing import Any
 from samplestore import filters, othernames
 from samplestore.errors import InvalidSetting
 from samplestore.filters import CUSTOM, GROUP, SAMPLE, Filter
+from samplestore.runsettings import RunSettings
 from samplestore.states import RolloutMode, StragglerPolicy
-from samplestore.types import RunSettings
 
 
 def check(made: RunSettings) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from samplestore.arguments import whole
 from samplestore.errors import InvalidSetting
-from samplestore.types import whole
 
 
 def plan(lengths: Sequence[int], world: int) -> list[list[int]]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from samplestore.arguments import whole
 from samplestore.clock import db_now
 from samplestore.errors import BatchReleased, BatchTimeout, InvalidSetting, StepAlreadyCommitted, WorldMismatch
 from samplestore.models import BatchRow, Run, Worker
 from samplestore.queries import plans
 from samplestore.states import BatchState
-from samplestore.types import whole
 from samplestore.verbs import batches as verbs
 from samplestore.verbs.tx import Transactor
 from samplestore.words import amount

@@ -15,12 +15,12 @@ from typing import Any
 import sqlalchemy as sa
 
 from samplestore import faults
+from samplestore.arguments import whole
 from samplestore.arrayfiles import GRACE_S
 from samplestore.engine import Database
 from samplestore.errors import RunInUse
 from samplestore.models import Base, BatchRow, Event, PromptRow, Sample, SampleGroup, Segment, SegmentArray, Worker
 from samplestore.states import BatchState, WorkerState
-from samplestore.types import whole
 from samplestore.verbs import liveness
 from samplestore.verbs import prune as verbs
 from samplestore.verbs.prune import Freed

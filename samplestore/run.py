@@ -16,6 +16,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from samplestore import arguments, arrays, newruns
+from samplestore.arguments import id_of, id_of_worker, ids, plain_json, plain_text, seconds, whole
 from samplestore.arrayfiles import ArrayFiles, keep, open_files
 from samplestore.arrays import Prepared
 from samplestore.asyncbatch import batch_async
@@ -36,6 +37,7 @@ from samplestore.queries import arrays as named
 from samplestore.queries import check, determinism, experts, images, ledger, metrics, simulate, why
 from samplestore.queries.evaluation import Evaluation, evaluations
 from samplestore.retention import Pruned, prune
+from samplestore.runsettings import RunSettings
 from samplestore.states import Purpose
 from samplestore.tokenizers import as_tokenizer
 from samplestore.types import (
@@ -45,18 +47,10 @@ from samplestore.types import (
     Heartbeat,
     Reaped,
     RequestInfo,
-    RunSettings,
     StageClaim,
     WeightVersion,
     Why,
     expect,
-    id_of,
-    id_of_worker,
-    ids,
-    plain_json,
-    plain_text,
-    seconds,
-    whole,
 )
 from samplestore.verbs import (
     aborts,

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from samplestore import responses
+from samplestore.runsettings import RunSettings
 from samplestore.states import RolloutMode
-from samplestore.types import RunSettings
 
 
 class SlimeStatus(Enum):

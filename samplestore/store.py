@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from samplestore import arguments, migrations, newruns, readers
+from samplestore.arguments import plain_text
 from samplestore.clock import db_now
 from samplestore.engine import Database
 from samplestore.errors import DatabaseMissing, RunNotFound, RunSettingsConflict
@@ -20,7 +21,7 @@ from samplestore.models import Run as RunRow
 from samplestore.models import Timeline, WeightVersionRow
 from samplestore.queries import serving
 from samplestore.run import Run
-from samplestore.types import RunSettings, plain_text
+from samplestore.runsettings import RunSettings
 from samplestore.verbs.weights import FIRST_LABEL
 
 log = logging.getLogger("samplestore.store")

@@ -37,9 +37,10 @@ import numpy.typing as npt
 
 from samplestore import codec, responses
 from samplestore.advantages import advantages
+from samplestore.arguments import one_of
 from samplestore.arrays import EXPERTS
 from samplestore.errors import InvalidSegment, InvalidSetting, MissingExtra
-from samplestore.types import Floats, Ids, one_of
+from samplestore.types import Floats, Ids
 from samplestore.words import amount
 
 Arrays = dict[str, npt.NDArray[Any]]

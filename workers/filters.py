@@ -15,7 +15,8 @@ from typing import Any
 
 from samplestore import filters, slimehooks
 from samplestore.errors import LeaseLost, SampleStoreError
-from samplestore.types import RunSettings, StageClaim
+from samplestore.runsettings import RunSettings
+from samplestore.types import StageClaim
 from samplestore.verbs import filters as verbs
 from samplestore.verbs import stages
 from samplestore.workers.reward_child import Child, ChildFailed

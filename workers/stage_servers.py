@@ -10,8 +10,8 @@ from typing import Any
 from samplestore import filters
 from samplestore.errors import SampleStoreError
 from samplestore.run import Run
+from samplestore.runsettings import TEACHER_STAGE, RunSettings
 from samplestore.tokenizers import load_tokenizer
-from samplestore.types import TEACHER_STAGE, RunSettings
 from samplestore.workers.remote_rewards import RemoteJudge
 from samplestore.workers.rewards import BUILTINS, Judge, RewardPool
 from samplestore.workers.scoring import STAGE, RewardStage, Scorer, StageServer, Write

@@ -21,7 +21,7 @@ def settings() -> str:
 
 def _settings() -> Iterator[str]:
     from samplestore import config
-    from samplestore.types import RunSettings
+    from samplestore.runsettings import RunSettings
 
     yield from ("## Of a run", "")
     yield (

@@ -13,8 +13,8 @@ import sqlalchemy as sa
 from samplestore.arrayfiles import ArrayFiles, LocalFiles, open_files
 from samplestore.errors import ArrayFileError, BackupError
 from samplestore.models import Run, Sample, SegmentArray
+from samplestore.runsettings import RunSettings
 from samplestore.store import Store
-from samplestore.types import RunSettings
 
 ARRAYS = ".arrays"  # the folder of a backup's side-car files, beside it
 

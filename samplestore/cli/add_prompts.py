@@ -213,7 +213,7 @@ def _settings_of(db: str, name: str, settings: dict[str, Any]) -> dict[str, Any]
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
     """NAME=VALUE pairs; values are JSON, or text where they are not. Raises InvalidSetting for a name that is none."""
     from samplestore import othernames
-    from samplestore.types import RunSettings
+    from samplestore.runsettings import RunSettings
 
     settings: dict[str, Any] = {}
     for pair in pairs:

@@ -27,9 +27,9 @@ from samplestore.copies.source import PAGE, Source
 from samplestore.errors import InvalidSetting, SampleStoreError
 from samplestore.models import Run as RunRow
 from samplestore.run import Run
+from samplestore.runsettings import RunSettings
 from samplestore.states import BatchState, RunState
 from samplestore.store import Store, lock_names
-from samplestore.types import RunSettings
 from samplestore.verbs import copies as verbs
 from samplestore.verbs import rewind
 from samplestore.verbs.copies import Groups

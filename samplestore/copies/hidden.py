@@ -23,9 +23,9 @@ from samplestore.errors import RunInUse, SampleStoreError, StoreBusy
 from samplestore.models import Run as RunRow
 from samplestore.models import Worker
 from samplestore.run import Run
+from samplestore.runsettings import RunSettings
 from samplestore.states import WorkerKind, WorkerState
 from samplestore.store import Store
-from samplestore.types import RunSettings
 from samplestore.verbs.tx import Tx
 
 table, worker = RunRow.__table__, Worker.__table__

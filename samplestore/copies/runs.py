@@ -9,6 +9,7 @@ from shlex import quote
 
 import sqlalchemy as sa
 
+from samplestore.arguments import plain_text
 from samplestore.clock import db_now
 from samplestore.copies.copying import Copied, Copy, Progress
 from samplestore.copies.hidden import Hidden, drop_unfinished, removal, run_of
@@ -22,7 +23,6 @@ from samplestore.run import Run
 from samplestore.states import WorkerState
 from samplestore.store import Store
 from samplestore.store import open as open_store
-from samplestore.types import plain_text
 from samplestore.verbs import copies as verbs
 from samplestore.verbs import rewind
 from samplestore.verbs.tx import Tx

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from samplestore import codec
+from samplestore.arguments import MAX_WHOLE
 from samplestore.batch import Batch
 from samplestore.errors import InvalidSegment
 from samplestore.interop import parts
 from samplestore.portable.samples import Piece, PortableSample
 from samplestore.states import SampleStatus, SegmentKind
 from samplestore.tensors import BatchSample, as_torch
-from samplestore.types import MAX_WHOLE
 
 UNKNOWN = -1
 KEYS = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards")

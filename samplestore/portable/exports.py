@@ -18,6 +18,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from samplestore import arguments, codec, forks, responses
+from samplestore.arguments import one_of, whole
 from samplestore.arrays import Prepared
 from samplestore.errors import InvalidSetting, SampleStoreError
 from samplestore.models import (
@@ -37,7 +38,6 @@ from samplestore.portable.samples import STATUSES, Piece, PortableSample, Reward
 from samplestore.queries import images
 from samplestore.states import BatchState, StageStatus
 from samplestore.tokenizers import Tokenizer
-from samplestore.types import one_of, whole
 from samplestore.verbs.tx import PART, Transactor
 
 run_table, batch, batch_group, prompt, group, sample, segment, array, stage, timeline, version = (

@@ -16,8 +16,9 @@ from samplestore.queries import check_arrays as arrays
 from samplestore.queries import check_states as states
 from samplestore.queries import check_tokens as tokens
 from samplestore.queries import ledger
+from samplestore.runsettings import RunSettings
 from samplestore.statements import totals
-from samplestore.types import Finding, RunSettings
+from samplestore.types import Finding
 
 EXAMPLES = 5
 TOTALS = ("request_total", "event_total")  # what `recount` makes anew from what is sound

@@ -11,7 +11,8 @@ from samplestore import arrays
 from samplestore.arrayfiles import ArrayFiles, open_files
 from samplestore.errors import SampleStoreError
 from samplestore.models import Run, Sample, SampleGroup, Segment, SegmentArray
-from samplestore.types import Finding, RunSettings
+from samplestore.runsettings import RunSettings
+from samplestore.types import Finding
 
 run, sample, group, segment, array = (t.__table__ for t in (Run, Sample, SampleGroup, Segment, SegmentArray))
 

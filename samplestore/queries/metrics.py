@@ -18,6 +18,7 @@ from samplestore.engine import Database
 from samplestore.models import BatchGroup, BatchRow, EngineRow, Event, Request, Run, Sample, SampleGroup, Worker
 from samplestore.queries import stages
 from samplestore.queries.metric_names import HAPPENED, LOST, PREFIX, RECENT_GROUPS, UNDER_WAY
+from samplestore.runsettings import RunSettings
 from samplestore.statements import ledger, staleness
 from samplestore.statements.rewards import countable
 from samplestore.states import (
@@ -28,7 +29,6 @@ from samplestore.states import (
     SampleStatus,
     WorkerKind,
 )
-from samplestore.types import RunSettings
 
 run, group, sample, worker, engine, batch, batch_group, event, request = (
     t.__table__ for t in (Run, SampleGroup, Sample, Worker, EngineRow, BatchRow, BatchGroup, Event, Request)

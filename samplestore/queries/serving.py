@@ -11,7 +11,7 @@ from samplestore.engine import Database
 from samplestore.errors import InvalidSetting
 from samplestore.models import DatasetRow, SampleGroup
 from samplestore.order import Cursor
-from samplestore.types import RunSettings
+from samplestore.runsettings import RunSettings
 
 dataset, group = DatasetRow.__table__, SampleGroup.__table__
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from samplestore.arguments import choice, whole
 from samplestore.engine import Database
 from samplestore.models import BatchGroup, BatchRow, Sample, SampleGroup, Segment, WeightVersionRow
+from samplestore.runsettings import RunSettings
 from samplestore.statements import staleness
 from samplestore.states import BatchState, GroupState, SampleStatus, SegmentKind, StalenessMode, StalePolicy
-from samplestore.types import RunSettings, choice, whole
 
 batch, batch_group, group, sample, segment, version = (
     t.__table__ for t in (BatchRow, BatchGroup, SampleGroup, Sample, Segment, WeightVersionRow)

@@ -14,9 +14,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from samplestore.models import BatchGroup, BatchRow, Sample, SampleGroup
+from samplestore.runsettings import RunSettings
 from samplestore.statements import staleness
 from samplestore.states import IN_WINDOW, LIVE_BATCH, TAKEN, GroupState, StalePolicy
-from samplestore.types import RunSettings
 from samplestore.words import amount, which
 
 group, sample, batch, batch_group = (t.__table__ for t in (SampleGroup, Sample, BatchRow, BatchGroup))

@@ -12,9 +12,9 @@ from samplestore.models import BatchRow, DatasetRow, EngineRow, Event, Request, 
 from samplestore.queries import arrays, stages
 from samplestore.queries.fleet import OWN
 from samplestore.queries.starving import starving
+from samplestore.runsettings import RunSettings
 from samplestore.statements import staleness, totals
 from samplestore.states import BatchState, GroupState, SampleStatus
-from samplestore.types import RunSettings
 
 run, group, sample, worker, engine, batch, event, request, dataset = (
     t.__table__ for t in (Run, SampleGroup, Sample, Worker, EngineRow, BatchRow, Event, Request, DatasetRow)

@@ -7,12 +7,14 @@ from typing import Any
 import sqlalchemy as sa
 
 from samplestore import filters
+from samplestore.arguments import choice
 from samplestore.clock import db_now
 from samplestore.engine import Database
 from samplestore.errors import InvalidSetting
 from samplestore.models import EngineRow, LedgerTotal, Run, Sample, SampleGroup, Worker
 from samplestore.queries import obstacles, serving, stages
 from samplestore.queries.starving import AGAIN, regenerated
+from samplestore.runsettings import RunSettings
 from samplestore.statements import staleness
 from samplestore.states import (
     CLAIMABLE,
@@ -24,7 +26,7 @@ from samplestore.states import (
     WorkerKind,
     WorkerState,
 )
-from samplestore.types import RunSettings, Why, choice
+from samplestore.types import Why
 from samplestore.words import amount, amount_is, which
 
 run, group, sample, worker, engine, ledger = (

@@ -20,10 +20,10 @@ from samplestore.models import PromptRow, SampleGroup
 from samplestore.portable import slime_samples
 from samplestore.portable.samples import PortableSample
 from samplestore.run import Run
+from samplestore.runsettings import TEACHER_STAGE
 from samplestore.slimehooks import SlimeStatus
 from samplestore.tensors import BatchSample
 from samplestore.tokenizers import Tokenizer, as_tokenizer
-from samplestore.types import TEACHER_STAGE
 from samplestore.verbs.tx import in_parts
 from samplestore.workers.slime_types import SlimeSample
 

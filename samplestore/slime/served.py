@@ -13,6 +13,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from samplestore import codec
+from samplestore.arguments import MAX_WHOLE
 from samplestore.batches import Wait
 from samplestore.errors import InvalidSegment, InvalidSetting, LeaseLost, WorkerDead
 from samplestore.heart import Heart
@@ -23,7 +24,7 @@ from samplestore.run import Run, advance
 from samplestore.slime import objects, readable
 from samplestore.states import CLAIMABLE, FINISHED, SampleStatus, SegmentKind, StalenessMode, StalePolicy
 from samplestore.tokenizers import Tokenizer
-from samplestore.types import MAX_WHOLE, Claim
+from samplestore.types import Claim
 from samplestore.verbs import batches, flow, prompts, stages
 from samplestore.verbs import samples as verbs
 from samplestore.verbs.tx import Tx

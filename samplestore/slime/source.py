@@ -7,6 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from samplestore.arguments import whole
 from samplestore.batches import Batch
 from samplestore.errors import InvalidSetting
 from samplestore.interop.leases import Leases, as_trainer
@@ -16,7 +17,6 @@ from samplestore.slime import objects, observer
 from samplestore.slime.served import Served
 from samplestore.slime.settings import run_of, settings_of
 from samplestore.states import FINISHED, Purpose
-from samplestore.types import whole
 from samplestore.verbs.tx import Tx
 
 log = logging.getLogger("samplestore.slime")

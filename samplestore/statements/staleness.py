@@ -22,11 +22,11 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from samplestore.arguments import choice
 from samplestore.models import BatchGroup, BatchRow, Run, Sample, SampleGroup, Segment, WeightVersionRow, one_of
 from samplestore.statements.lists import among
 from samplestore.statements.prepared import Prepared
 from samplestore.states import FINISHED, LIVE_BATCH, TAKEN, GroupState, SampleStatus, SegmentKind, StalenessMode
-from samplestore.types import choice
 
 run, group, sample, segment, version, batch, batch_group = (
     t.__table__ for t in (Run, SampleGroup, Sample, Segment, WeightVersionRow, BatchRow, BatchGroup)

@@ -20,10 +20,11 @@ from samplestore.models import (
     Segment,
     WeightVersionRow,
 )
+from samplestore.runsettings import RunSettings
 from samplestore.statements import staleness
 from samplestore.statements.rewards import countable
 from samplestore.states import FINISHED, GroupState, SampleStatus, StalenessMode
-from samplestore.types import UNKNOWN_VERSION, RunSettings
+from samplestore.types import UNKNOWN_VERSION
 
 run, prompt, group, sample, segment, request, batch, batch_group, total, event, version = (
     t.__table__

@@ -11,6 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from samplestore import codec, serving
+from samplestore.arguments import choice, whole
 from samplestore.arrays import Prepared
 from samplestore.clock import db_now
 from samplestore.errors import BatchReleased, LeaseLost, NotInRun, SampleStoreError, StepAlreadyCommitted, StepHeld
@@ -18,7 +19,6 @@ from samplestore.models import BatchGroup, BatchRow, Sample, SampleGroup, Segmen
 from samplestore.queries import plans
 from samplestore.statements import staleness
 from samplestore.states import LIVE_BATCH, BatchState, GroupState, StalenessMode, StalePolicy
-from samplestore.types import choice, whole
 from samplestore.verbs import arrays, stale, steps
 from samplestore.verbs.tx import Tx, in_parts
 

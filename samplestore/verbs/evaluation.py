@@ -13,12 +13,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from samplestore.arguments import plain_json, plain_text, whole
 from samplestore.clock import db_now
 from samplestore.errors import InvalidSetting
 from samplestore.models import DatasetRow, EvaluationRow, PromptRow
 from samplestore.queries.evaluation import progress
 from samplestore.states import EVALUATION_PRIORITY, Purpose
-from samplestore.types import plain_json, plain_text, whole
 from samplestore.verbs.prompts import create_groups
 from samplestore.verbs.serve import Served
 from samplestore.verbs.tx import Tx

@@ -20,6 +20,7 @@ from samplestore.arrays import TEACHER, Prepared
 from samplestore.clock import db_now
 from samplestore.errors import ImportConflict, InvalidSetting
 from samplestore.models import PromptRow, Run, Sample, SampleGroup, Segment, SegmentArray, Stage, Worker
+from samplestore.runsettings import TEACHER_STAGE
 from samplestore.statements.staleness import UNFINISHED
 from samplestore.states import (
     CLAIMABLE,
@@ -32,7 +33,7 @@ from samplestore.states import (
     WorkerKind,
     WorkerState,
 )
-from samplestore.types import TEACHER_STAGE, Added
+from samplestore.types import Added
 from samplestore.verbs import groups, import_versions, liveness, prompts
 from samplestore.verbs.arrays import row_of as array_row
 from samplestore.verbs.stages import OK

@@ -10,6 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from samplestore import codec
+from samplestore.arguments import choice, id_of_worker
 from samplestore.clock import db_now
 from samplestore.errors import WorkerDead
 from samplestore.migrations import REVISION
@@ -17,7 +18,7 @@ from samplestore.models import BatchRow, EngineRow, Request, Run, Sample, Stage,
 from samplestore.statements import samples as st
 from samplestore.statements.totals import Amounts
 from samplestore.states import BatchState, Fate, StageStatus, WorkerKind, WorkerState
-from samplestore.types import Heartbeat, Reaped, choice, id_of_worker
+from samplestore.types import Heartbeat, Reaped
 from samplestore.verbs import batches, deadlines, deaths, groups, samples
 from samplestore.verbs.tx import SHARED, Tx
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from samplestore import codec
+from samplestore.arguments import whole
 from samplestore.statements import requests as rq
 from samplestore.statements import samples as st
 from samplestore.statements.totals import MAX_REASON, Amounts
-from samplestore.types import Claim, RequestInfo, expect, whole
+from samplestore.types import Claim, RequestInfo, expect
 from samplestore.verbs import samples
 from samplestore.verbs.tx import SHARED, Call, Contested, Tx
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from samplestore.arguments import whole
 from samplestore.clock import db_now
 from samplestore.errors import InvalidSetting, RewindTooFar
 from samplestore.models import BatchGroup, BatchRow, Run, SampleGroup, Timeline, WeightVersionRow
 from samplestore.states import IN_WINDOW, BatchState, GroupState
-from samplestore.types import WeightVersion, whole
+from samplestore.types import WeightVersion
 from samplestore.verbs import batches, groups, stale, weights
 from samplestore.verbs.tx import SHARED, Tx, in_parts
 

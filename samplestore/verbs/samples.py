@@ -11,7 +11,7 @@ import numpy as np
 import sqlalchemy as sa
 
 from samplestore import arrays, codec, faults
-from samplestore.arguments import duration
+from samplestore.arguments import MAX_WHOLE, choice, duration, plain_text, whole
 from samplestore.errors import InvalidSegment, InvalidSetting, LeaseLost, NotInRun, SequenceConflict, UnknownVersion
 from samplestore.models import Sample
 from samplestore.models import Segment as SegmentRow
@@ -19,7 +19,7 @@ from samplestore.statements import appends as ap
 from samplestore.statements import requests as rq
 from samplestore.statements import samples as st
 from samplestore.states import CLAIMABLE, FINISHED, Fate, SampleStatus, SegmentKind
-from samplestore.types import MAX_WHOLE, Claim, StageClaim, choice, expect, plain_text, whole
+from samplestore.types import Claim, StageClaim, expect
 from samplestore.verbs import flow, groups, restarts, rollouts, sampling, stages
 from samplestore.verbs.arrays import store as store_array
 from samplestore.verbs.tx import Call, Contested, Tx

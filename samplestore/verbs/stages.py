@@ -17,14 +17,14 @@ import numpy as np
 import sqlalchemy as sa
 
 from samplestore import codec
-from samplestore.arguments import duration, optional
+from samplestore.arguments import duration, jsonable, optional
 from samplestore.arrays import Prepared, require_rows
 from samplestore.clock import db_now
 from samplestore.errors import InvalidSetting, LeaseLost
 from samplestore.models import Sample, Stage
 from samplestore.statements import samples as st
 from samplestore.states import GroupState, SampleStatus, StageStatus
-from samplestore.types import Claim, Ids, Member, StageClaim, expect, jsonable
+from samplestore.types import Claim, Ids, Member, StageClaim, expect
 from samplestore.verbs import groups, rollouts
 from samplestore.verbs.arrays import holds as holds_array
 from samplestore.verbs.arrays import store as store_array

@@ -13,9 +13,10 @@ from typing import Any
 import sqlalchemy as sa
 
 from samplestore.models import BatchRow, Run, Sample, SampleGroup, one_of
+from samplestore.runsettings import RunSettings
 from samplestore.statements import staleness
 from samplestore.states import LIVE_BATCH, GroupState, RolloutMode, StalePolicy
-from samplestore.types import Claim, RunSettings
+from samplestore.types import Claim
 from samplestore.verbs import aborts, deaths, flow, samples
 from samplestore.verbs.tx import Tx
 

@@ -17,18 +17,20 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from samplestore import codec
+from samplestore.arguments import id_of_worker
 from samplestore.arrayfiles import ArrayFiles
 from samplestore.clock import db_now
 from samplestore.driver import Answer
 from samplestore.engine import Database
 from samplestore.errors import NotInRun, UnknownWorker, WorkerDead
 from samplestore.models import Event, Run, SampleGroup, Worker
+from samplestore.runsettings import RunSettings
 from samplestore.statements import ledger, totals
 from samplestore.statements.lists import among
 from samplestore.statements.prepared import Prepared
 from samplestore.statements.totals import Amounts
 from samplestore.states import Fate, WorkerState
-from samplestore.types import Claim, RunSettings, StageClaim, expect, id_of_worker
+from samplestore.types import Claim, StageClaim, expect
 
 run, group, worker, event = (t.__table__ for t in (Run, SampleGroup, Worker, Event))
 

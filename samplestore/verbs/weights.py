@@ -10,12 +10,12 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from samplestore import codec
-from samplestore.arguments import location, optional
+from samplestore.arguments import choice, location, optional, plain_text, whole
 from samplestore.clock import db_now
 from samplestore.errors import EngineInUse, EngineUpdating, InvalidSetting, LeaseLost
 from samplestore.models import EngineRow, Run, WeightVersionRow, Worker
 from samplestore.states import RolloutMode, RunState, WorkerKind, WorkerState
-from samplestore.types import EngineFacts, WeightVersion, choice, plain_text, whole
+from samplestore.types import EngineFacts, WeightVersion
 from samplestore.verbs import flow, stale
 from samplestore.verbs.tx import Tx
 

@@ -13,8 +13,9 @@ from samplestore import Store, filters
 from samplestore.errors import BatchTimeout, HookFailed, InvalidSetting, LeaseLost
 from samplestore.filters import Scored
 from samplestore.run import Run
+from samplestore.runsettings import RunSettings
 from samplestore.slimehooks import SlimeStatus, hook_args, verdict
-from samplestore.types import RunSettings, StageClaim
+from samplestore.types import StageClaim
 from samplestore.verbs import fanout
 
 from ..support import factory as f

@@ -26,8 +26,9 @@ from samplestore import codec, migrations, views
 from samplestore.engine import Database
 from samplestore.errors import DowngradeRefused, RunSettingsConflict, SampleStoreError, SchemaMismatch
 from samplestore.models import Base
+from samplestore.runsettings import RunSettings
 from samplestore.store import Store
-from samplestore.types import EngineFacts, RunSettings
+from samplestore.types import EngineFacts
 from samplestore.verbs import weights
 from tests.support import factory as f
 from tests.support.postgres import Databases

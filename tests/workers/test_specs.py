@@ -10,8 +10,8 @@ import transformers
 from samplestore import tokenizers
 from samplestore.config import WorkerConfig
 from samplestore.errors import SampleStoreError
+from samplestore.runsettings import RunSettings
 from samplestore.tokenizers import Tokenizer
-from samplestore.types import RunSettings
 from samplestore.workers import commands, filter_process, stage_servers
 from samplestore.workers.episode_runs import EpisodeSpecError, load_episode
 from samplestore.workers.reward_process import SpecFailure
