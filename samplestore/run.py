@@ -408,7 +408,13 @@ class Run:
     def publish_weights(
         self, path: str | None = None, step: int | None = None, label: str | None = None
     ) -> WeightVersion:
-        """Announce new weights; workers and engines follow. The checkpoint must be complete on disk before."""
+        """Announce new weights; workers and engines follow. The checkpoint must be complete on disk before. Repeating
+        the call of one step and path on one timeline is harmless. Returns WeightVersion. Raises InvalidSetting.
+
+        label   what engines report for them; made up if not given, unique within the run. The step and path of the
+                current version with another label are the same weights, which get a version of that name and are no
+                update: so a trainer names what a rewind has restored
+        """
         call = uuid.uuid4().hex
         return self.transact(lambda tx: weights.publish(tx, path, step, label, call), durable=True)
 

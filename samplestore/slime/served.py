@@ -62,6 +62,7 @@ class Served:
         self.groups: dict[str, int] = {}  # ids of their groups
         self.told: dict[str, int] = {}  # how many weight_versions a claimed sample had when it was given
         self.versions: dict[str, int | None] = {}  # what slime's engines report, by this process
+        self.steps: set[int] = set()  # of them
         self.labels = f"slime-{self.owner}-"  # also after an absence: the engines count on
 
     def _register(self) -> int:
@@ -262,13 +263,13 @@ class Served:
             self.versions[label] = self._published(label, after)
 
     def _published(self, label: str, step: int | None) -> int:
-        """The run's version of a new label. One that has this step already, from the process before, is the same
-        weights; from this process it is other ones."""
-        name = codec.clean_text(f"{self.labels}{label}", 200)
-        made = self.run.publish_weights(None, step, name).version
-        if step is not None and made <= max((v for v in self.versions.values() if v is not None), default=-1):
-            made = self.run.publish_weights(None, None, name).version
-        return made
+        """The run's version of a new label. The current one, if it has this step from the process before, is the same
+        weights under another name; from this process it is other ones."""
+        if step in self.steps:
+            step = None
+        elif step is not None:
+            self.steps.add(step)
+        return self.run.publish_weights(None, step, codec.clean_text(f"{self.labels}{label}", 200)).version
 
 
 def _number(label: str) -> float:

@@ -13,13 +13,13 @@ from samplestore import codec
 from samplestore.arguments import choice, location, optional, plain_text, whole
 from samplestore.clock import db_now
 from samplestore.errors import EngineInUse, EngineUpdating, InvalidSetting, LeaseLost
-from samplestore.models import EngineRow, Run, WeightVersionRow, Worker
+from samplestore.models import EngineRow, Event, Run, WeightVersionRow, Worker
 from samplestore.states import RolloutMode, RunState, WorkerKind, WorkerState
 from samplestore.types import EngineFacts, WeightVersion
 from samplestore.verbs import flow, stale
 from samplestore.verbs.tx import Tx
 
-run, version, engine, worker = (t.__table__ for t in (Run, WeightVersionRow, EngineRow, Worker))
+run, version, engine, worker, event = (t.__table__ for t in (Run, WeightVersionRow, EngineRow, Worker, Event))
 
 FIRST_LABEL = "default"  # what an SGLang engine reports until it is told a version
 MAX_COUNTER = 2**53  # beyond it a counter that was sent as a float is not exact, and no engine comes near
@@ -37,10 +37,8 @@ def row_of(tx: Tx, number: int) -> Any:
 def publish(
     tx: Tx, path: str | None = None, step: int | None = None, label: str | None = None, call: str | None = None
 ) -> WeightVersion:
-    """Announce new weights: they become the run's current version. Repeating the call of one step and path on one
-    timeline is harmless. Raises InvalidSetting.
+    """As run.publish_weights says.
 
-    label   what engines report for them; made up if not given, unique within the run
     call    names this call, so that without a step too its repetition after a lost acknowledgement is known
     """
     path = optional(location, "path", path)
@@ -50,13 +48,15 @@ def publish(
     last = row_of(tx, row.current_version)
     if (before := tx.done_before("publish", call)) is not None:
         return as_version(row_of(tx, before["version"]))
-    if step is not None and (known := _published(tx, row.timeline, step, path)) is not None:
+    if step is not None and (known := _published(tx, row, step, path, label)) is not None:
         return as_version(known)
     _require_free(tx, label)
     number = row.last_version + 1
+    same = step is not None and (last.timeline, last.step, last.path) == (row.timeline, step, path)
+    depth = last.depth + (0 if same else 1)
     made = {
         "run_id": tx.run_id, "version": number, "timeline": row.timeline, "parent": last.version, "step": step,
-        "depth": last.depth + 1, "common_depth": last.depth + 1, "path": path,
+        "depth": depth, "common_depth": depth, "path": path,
         "label": label or made_label(row.uuid, number),
     }  # fmt: skip
     tx.execute(sa.insert(version).values(created_at=db_now(), **made))
@@ -85,14 +85,23 @@ def _require_free(tx: Tx, label: str | None) -> None:
         raise InvalidSetting("label", label, f"one that version {taken} does not have")
 
 
-def _published(tx: Tx, timeline: int, step: int, path: str | None) -> Any:
-    """The version of this timeline that was announced for this step and path, also if newer ones followed: a trainer
-    that says it again, late, must not move the run back to old weights."""
+def _published(tx: Tx, row: Any, step: int, path: str | None, label: str | None) -> Any:
+    """The version of this timeline that was announced so, also if newer ones followed: a trainer that says it again,
+    late, must not move the run back to old weights. Those that came with an import are others: their run's trainer
+    announced them."""
     same_path = version.c.path.is_(None) if path is None else version.c.path == path
+    same_label = sa.true() if label is None else version.c.label == label
+    told_here = (
+        sa.select(event.c.id)
+        .where(event.c.run_id == tx.run_id, event.c.kind.in_(("publish", "rewind")))
+        .where(event.c.version == version.c.version)
+        .exists()
+    )
     return tx.execute(
         sa.select(version)
-        .where(version.c.run_id == tx.run_id, version.c.timeline == timeline, version.c.step == step, same_path)
-        .where(version.c.version > 0)
+        .where(version.c.run_id == tx.run_id, version.c.timeline == row.timeline, version.c.step == step, same_path)
+        .where(version.c.version > 0, same_label)
+        .where((version.c.version == row.current_version) | told_here)
         .order_by(version.c.version.desc())
         .limit(1)
     ).one_or_none()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from samplestore import Store
@@ -41,6 +43,62 @@ def test_labels_are_unique_within_a_run(store: Store) -> None:
     with pytest.raises((SampleStoreError, InvalidSetting)):
         run.publish_weights(step=2, label="x")
     assert run.current_version == 1
+
+
+def test_another_label_is_another_call(store: Store) -> None:
+    """It was acknowledged as a repetition, and the label dropped: an engine that reports it had an unknown version."""
+    run = f.make_run(store)
+    one = run.publish_weights(step=1, label="one")
+    assert run.publish_weights(step=1) == run.publish_weights(step=1, label="one") == one
+    with pytest.raises(InvalidSetting, match="label='default' is not allowed; use one that version 0 does not have"):
+        run.publish_weights(step=1, label="default")
+    run.publish_weights(step=2, label="two")
+    again = run.publish_weights(step=1, label="three")
+    assert (again.version, again.label, run.current_version) == (3, "three", 3)
+    assert run.publish_weights(step=1, label="one") == one and run.current_version == 3, "said late"
+
+
+def test_a_trainer_names_the_weights_that_a_rewind_restored(store: Store) -> None:
+    """They are the same weights: what waits for its batch is no version further behind."""
+    run = f.make_run(store, prompts=4, groups_per_step=1, max_staleness=0)
+    worker, trainer = f.register(run), f.register(run, "trainer")
+    for step in range(2):
+        f.finish_all(run, worker)
+        f.commit(run, f.lease(run, trainer, step, 1), trainer)
+        run.publish_weights(step=step, label=f"before {step}")
+        run.admit()
+    restored = run.rewind(0)
+    named = run.publish_weights(step=0, label="after 0")
+    assert (named.version, named.label, named.parent) == (restored.version + 1, "after 0", restored.version)
+    assert run.current_version == named.version and see(run, "after 0")["version"] == named.version
+    assert run.publish_weights(step=0, label="after 0") == named == run.publish_weights(step=0)
+    depths = "SELECT version, depth, common_depth FROM weight_version ORDER BY version"
+    assert [(r["depth"], r["common_depth"]) for r in f.rows(run, depths)][-2:] == [(1, 1), (1, 1)]
+    assert run.publish_weights(step=1, label="after 1").version == named.version + 1
+    assert f.rows(run, depths)[-1]["depth"] == 2
+    f.sound(run)
+
+
+@pytest.mark.parametrize("path", [None, "/w/{}"])
+def test_versions_that_came_with_an_import_are_no_publications_of_this_run(
+    store: Store, path: str | None, tmp_path: Path
+) -> None:
+    """Their trainer counts steps from 0 as well: each of its first publishes was taken for one of theirs."""
+    told = f.make_run(store, "told", prompts=3, groups_per_step=1, max_staleness=3)
+    worker, trainer = f.register(told), f.register(told, "trainer")
+    for step in range(3):
+        f.finish_all(told, worker)
+        f.commit(told, f.lease(told, trainer, step, 1), trainer)
+        told.publish_weights(path and path.format(step), step)
+    told.export(str(tmp_path / "out"))
+    run = store.run("new", samples_per_prompt=2, groups_per_step=1, max_staleness=9, epochs=1)
+    run.import_samples(str(tmp_path / "out"))
+    assert run.current_version == 3
+    for step in range(3):
+        made = run.publish_weights(path and path.format(step), step)
+        assert made.version == run.current_version == 4 + step
+        assert run.publish_weights(path and path.format(step), step) == made
+    assert len(f.events(run, "publish")) == 3
 
 
 def test_groups_beyond_the_window_expire_at_a_publish(store: Store) -> None:

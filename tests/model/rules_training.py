@@ -19,6 +19,7 @@ from samplestore.errors import (
     TokensPruned,
 )
 from samplestore.states import StalenessMode, StalePolicy
+from samplestore.types import WeightVersion
 from tests.model.machine import TRAINERS, Frame
 from tests.model.model import ACTS, ModelBatch, ModelGroup
 from tests.support import factory as f
@@ -165,18 +166,30 @@ class TrainingRules(Frame):
         path = f"/w/{len(self.m.node)}" if with_path else None
         if step is not None and any(at == step for _, at in self.m.tree.values()):
             path = path or f"/w/{len(self.m.node)}"  # of one step and path there is one version
-        self.m.fork = None
         made = self.run.publish_weights(path=path, step=step)
-        assert made.version == len(self.m.node), "versions are never reused"
         self.m.tree[len(self.m.tree)] = (self.m.node[self.m.current], step)
-        self.m.node[made.version], self.m.current = len(self.m.tree) - 1, made.version
-        self.m.labels[made.version], self.m.paths[made.version] = made.label, path
+        self.published(made, len(self.m.tree) - 1)
+        if step is not None:
+            assert self.run.publish_weights(path=path, step=step) == made, "said again"
+
+    @precondition(lambda self: self.m.tree[self.m.node[self.m.current]][1] is not None)
+    @rule()
+    def name_again(self) -> None:
+        """Under another label the current weights are the same ones, and no update."""
+        step, label = self.m.tree[self.m.node[self.m.current]][1], f"again {len(self.m.node)}"
+        for _ in range(2):
+            made = self.run.publish_weights(self.m.paths[self.m.current], step, label)
+        self.published(made, self.m.node[self.m.current])
+
+    def published(self, made: WeightVersion, node: int) -> None:
+        assert made.version == len(self.m.node), "versions are never reused"
+        self.m.fork = None
+        self.m.node[made.version], self.m.current = node, made.version
+        self.m.labels[made.version], self.m.paths[made.version] = made.label, made.path
         for e in self.m.engines.values():
             if e.backed_off:
                 e.failures, e.backing_off, e.backed_off = 0, False, False
         self.m.sweep()
-        if step is not None:
-            assert self.run.publish_weights(path=path, step=step) == made, "said again"
 
     @rule(label=st.booleans())
     def describe_first_weights(self, label: bool) -> None:
