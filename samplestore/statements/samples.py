@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import sqlalchemy as sa
@@ -28,6 +29,26 @@ FENCE = (
 def held_by(given: Any) -> tuple[sa.ColumnElement[bool], ...]:
     """The fence for many samples at once: given rows have their sample_id, owner and attempt."""
     return sample.c.id == given.c.sample_id, sample.c.owner == given.c.owner, sample.c.attempt == given.c.attempt
+
+
+class End(IntEnum):
+    """How the owner of a sample or a stage ended its claim itself. Stored: the numbers stay as they are."""
+
+    COMPLETED = 0
+    TRUNCATED = 1
+    RELEASED = 2
+    FAILED = 3
+    REFUSED = 4  # its prompt, by every engine there is
+    SETTLED = 5  # a stage, with a result
+
+
+def let_go(attempt: Any, end: Any) -> Any:
+    """What the column let_go holds after an end: which attempt it ended, and how. By the attempt alone a failure that
+    comes after a release would be taken for its repetition, acknowledged, and never counted.
+
+    Below -1, which is nobody's: attempts of claims begin with 1. Rows of earlier releases of this package have the bare
+    attempt, and match no call."""
+    return -(attempt * 8 + end)
 
 
 # What ends an ownership, whoever ends it: the next owner is told apart by the attempt.
@@ -189,6 +210,7 @@ def _finish() -> Over:
         .cte("held")
     )
     reason = sa.func.coalesce(ends.c.reason, sample.c.finish_reason)
+    truncated = sa.func.coalesce(ends.c.status == SampleStatus.TRUNCATED.value, reason == "length")
     return Over(
         ends,
         sa.update(sample)
@@ -201,13 +223,9 @@ def _finish() -> Over:
             _is(sample.c.status, *CLAIMABLE),
         )
         .values(
-            status=sa.case(
-                (ends.c.status.is_not(None), ends.c.status),
-                (reason == "length", SampleStatus.TRUNCATED.value),
-                else_=SampleStatus.COMPLETED.value,
-            ),
+            status=sa.case((truncated, SampleStatus.TRUNCATED.value), else_=SampleStatus.COMPLETED.value),
             owner=None,
-            let_go=sample.c.attempt,
+            let_go=let_go(sample.c.attempt, sa.case((truncated, int(End.TRUNCATED)), else_=int(End.COMPLETED))),
             finish_reason=reason,
             finished_at=db_now(),
             finished_by=ends.c.owner,
@@ -224,7 +242,7 @@ RELEASE = (
     .values(
         status=STATUS_AT_REST,
         n_aborts=sample.c.n_aborts + STOPPED,
-        let_go=sample.c.attempt,
+        let_go=let_go(sample.c.attempt, int(End.RELEASED)),
         **LET_GO,
     )
 )
@@ -238,7 +256,7 @@ FAIL = (
         error=bindparam("said"),
         not_before=db_now() + bindparam("backoff"),
         finished_at=sa.case((bindparam("new_status") == SampleStatus.FAILED.value, db_now()), else_=None),
-        let_go=sample.c.attempt,
+        let_go=sa.func.coalesce(bindparam("end", type_=sa.BigInteger), sample.c.let_go),  # NULL: not by its owner
         **LET_GO,
     )
 )

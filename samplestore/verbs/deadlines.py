@@ -6,7 +6,6 @@ import sqlalchemy as sa
 
 from samplestore import codec
 from samplestore.clock import db_now
-from samplestore.errors import LeaseLost
 from samplestore.models import Sample
 from samplestore.types import Claim
 from samplestore.verbs import deaths, samples
@@ -35,9 +34,6 @@ def settle(tx: Tx) -> int:
             status=row.status, failures=row.failures, prompt_ids=codec.ids_from(b""), response_ids=codec.ids_from(b""),
             prompt=None, label=None, metadata={},
         )  # fmt: skip
-        try:
-            samples.fail(tx, claim, f"passed the sample deadline of {limit:g} s")
-        except LeaseLost:
-            continue  # it was finished or given back between the look and the lock
-        done += 1
+        # not where it was finished or given back between the look and the lock
+        done += samples.fail_overdue(tx, claim, f"passed the sample deadline of {limit:g} s")
     return done

@@ -18,7 +18,7 @@ from samplestore.models import Segment as SegmentRow
 from samplestore.statements import appends as ap
 from samplestore.statements import requests as rq
 from samplestore.statements import samples as st
-from samplestore.states import CLAIMABLE, FINISHED, Fate, SampleStatus, SegmentKind
+from samplestore.states import FINISHED, Fate, SampleStatus, SegmentKind
 from samplestore.types import Claim, StageClaim, expect
 from samplestore.verbs import flow, groups, restarts, rollouts, sampling, stages
 from samplestore.verbs.arrays import store as store_array
@@ -307,12 +307,14 @@ def require_owner(tx: Tx, claim: Claim) -> Any:
     return row
 
 
-def _ended_before(tx: Tx, claim: Claim, *statuses: str) -> None:
-    """Whether this very owner already let go at this attempt: the acknowledgement was lost, the write was not."""
+def _ended_before(tx: Tx, claim: Claim, end: st.End, **told: str | None) -> Any:
+    """The row, where this very owner made this very end at this attempt: the acknowledgement was lost, the write was
+    not. `told`: what the end has stored, by the names of columns. Raises LeaseLost: for another end of the same owner
+    too, which would be acknowledged without being done."""
     row = tx.execute(sa.select(sample).where(sample.c.id == claim.sample_id)).one()
-    done = row.let_go == claim.attempt and row.incarnation == claim.incarnation
-    if done and row.status in statuses:
-        return
+    done = row.let_go == st.let_go(claim.attempt, end) and row.incarnation == claim.incarnation
+    if done and all(getattr(row, name) == value for name, value in told.items()):
+        return row
     raise LeaseLost("sample", claim.sample_id, claim.attempt, row.owner, row.attempt)
 
 
@@ -381,11 +383,10 @@ def _not_finished(tx: Tx, claim: Claim, given: str | None, reason: str | None) -
     if row.n_tokens == 0:
         require_owner(tx, claim)  # after a requeue there are no tokens either, but that is not the caller's fault
         raise InvalidSegment("a sample without tokens cannot finish; release or fail it", field="tokens")
-    length = (reason or row.finish_reason) == "length"
-    ended = given or (SampleStatus.TRUNCATED if length else SampleStatus.COMPLETED)
-    # Its reward could not be had meanwhile. Without stages it is failed because it was given back, and then given up.
-    failed = (SampleStatus.FAILED,) if stages.made_of(tx, claim) else ()
-    _ended_before(tx, claim, ended, *failed)
+    kept = reason or row.finish_reason  # a call that gives none has taken the one that is stored
+    length = kept == "length" if given is None else given == SampleStatus.TRUNCATED
+    # not by its status: its reward could not be had meanwhile, perhaps, and it is failed
+    _ended_before(tx, claim, st.End.TRUNCATED if length else st.End.COMPLETED, finish_reason=kept)
 
 
 def release(tx: Tx, claim: Claim, reason: str, tokens_lost: int = 0) -> None:
@@ -395,7 +396,7 @@ def release(tx: Tx, claim: Claim, reason: str, tokens_lost: int = 0) -> None:
         st.RELEASE, {"sample_id": claim.sample_id, "b_owner": claim.owner, "fence": claim.attempt}
     ).rowcount
     if changed != 1:
-        _ended_before(tx, claim, *CLAIMABLE)
+        _ended_before(tx, claim, st.End.RELEASED)
         return
     shift(tx, [claim.sample_id], Fate.IN_FLIGHT, Fate.RESUMABLE)
     tx.event(
@@ -411,9 +412,25 @@ def fail(tx: Tx, claim: Claim, error: str, backoff_s: float = 1.0, prompt_refuse
     prompt_refused   no engine can ever take its prompt: it is `failed` at once, its group is dropped, and the prompt
                      is not served again unless the group is requeued
     """
-    tx.as_owner_of(claim)
     backoff_s = duration("backoff_s", backoff_s)
+    end = st.End.REFUSED if prompt_refused else st.End.FAILED
+    said = codec.clean_text(error)
+    status = _fail(tx, claim, said, backoff_s, end)
+    # Whoever wrote another error since has made the two ends indistinguishable: it is refused then.
+    return str(_ended_before(tx, claim, end, error=said).status) if status is None else status.value
+
+
+def fail_overdue(tx: Tx, claim: Claim, error: str) -> bool:
+    """Record a failed attempt for an owner that takes too long. It has not let go: whatever it writes next is refused,
+    or it would not learn that its sample is gone. False where it has let go meanwhile."""
+    return _fail(tx, claim, codec.clean_text(error), 1.0, None) is not None
+
+
+def _fail(tx: Tx, claim: Claim, said: str, backoff_s: float, end: st.End | None) -> SampleStatus | None:
+    """`end`: of its owner's. Returns the new status; None where the claim no longer holds the sample."""
+    tx.as_owner_of(claim)
     _lock_group(tx, claim)
+    prompt_refused = end == st.End.REFUSED
     row = tx.execute(
         sa.select(sample.c.failures, sample.c.n_tokens)
         .where(sample.c.id == claim.sample_id)
@@ -422,24 +439,23 @@ def fail(tx: Tx, claim: Claim, error: str, backoff_s: float = 1.0, prompt_refuse
     last = prompt_refused or row.failures + 1 >= tx.settings.max_attempts
     at_rest = SampleStatus.ABORTED if row.n_tokens else SampleStatus.PENDING
     status = SampleStatus.FAILED if last else at_rest
-    said = codec.clean_text(error)
     with tx.moving(samples=[claim.sample_id]):
         changed = tx.execute(
             st.FAIL,
             {
                 "sample_id": claim.sample_id, "b_owner": claim.owner, "fence": claim.attempt,
                 "new_status": status.value, "said": said, "backoff": backoff_s * 2**row.failures,
+                "end": None if end is None else st.let_go(claim.attempt, int(end)),
             },
         ).rowcount  # fmt: skip
     if changed != 1:
-        _ended_before(tx, claim, *CLAIMABLE, SampleStatus.FAILED)
-        return str(tx.execute(sa.select(sample.c.status).where(sample.c.id == claim.sample_id)).scalar())
+        return None
     tx.event("fail", said, worker_id=claim.owner, sample_id=claim.sample_id, group_id=claim.group_id)
     if last:
         forks = rollouts.fail_forks(tx, claim.sample_id)
         groups.count(tx, claim.group_id, n_open=-forks, n_failed=forks)
         groups.gave_up(tx, claim.group_id, n_open=-1, prompt_refused=said if prompt_refused else None)
-    return status.value
+    return status
 
 
 def attach(

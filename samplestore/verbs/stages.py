@@ -72,12 +72,6 @@ def owned_by(tx: Tx, sample_id: int, worker_id: int) -> list[StageClaim]:
     return _load(tx, [row.id for row in ids], worker_id)
 
 
-def made_of(tx: Tx, claim: Claim) -> bool:
-    """Whether the sample has stages of this life: it was finished, then."""
-    mine = (stage.c.sample_id == claim.sample_id) & (stage.c.incarnation == claim.incarnation)
-    return tx.execute(sa.select(stage.c.id).where(mine).limit(1)).scalar() is not None
-
-
 def claim_stages(tx: Tx, worker_id: int, limit: int, names: Collection[str] | None = None) -> list[StageClaim]:
     """Take up to `limit` pending stages, oldest first; those called `names`, or any. Raises WorkerDead."""
     tx.require_live(worker_id)
@@ -140,16 +134,15 @@ def _fence(claim: StageClaim) -> dict[str, Any]:
     return {"stage_id": claim.stage_id, "b_owner": claim.owner, "fence": claim.attempt}
 
 
-def _ended_before(tx: Tx, claim: StageClaim, *same: sa.ColumnElement[bool]) -> None:
-    """A repetition of a write whose acknowledgement was lost passes. Another write of the same owner (a score that
-    comes after its timeout was recorded) does not, nor does anybody else's."""
+def _ended_before(tx: Tx, claim: StageClaim, end: st.End, **told: Any) -> Any:
+    """The row, where this very write was made before, whose acknowledgement was lost. `told`: what it has stored, by
+    the names of columns. Raises LeaseLost: for another write of the same owner too (a score that comes after its
+    timeout was recorded)."""
     row = tx.execute(sa.select(stage).where(stage.c.id == claim.stage_id)).one()
-    repeated = (
-        row.let_go == claim.attempt
-        and tx.execute(sa.select(stage.c.id).where(stage.c.id == claim.stage_id, *same)).scalar()
-    )
-    if not repeated:
-        raise _lost(tx, claim)
+    done = row.let_go == st.let_go(claim.attempt, end)
+    if done and all(getattr(row, name) == value for name, value in told.items()):
+        return row
+    raise _lost(tx, claim)
 
 
 def _lost(tx: Tx, claim: StageClaim) -> LeaseLost:
@@ -281,17 +274,13 @@ def settle(
         .where(st.STAGE_FENCE)
         .values(
             status=StageStatus.DONE.value, outcome=outcome, value=value, details=details, elapsed_s=elapsed_s,
-            error=error, owner=None, let_go=stage.c.attempt, settled_at=db_now(),
+            error=error, owner=None, let_go=st.let_go(stage.c.attempt, int(st.End.SETTLED)), settled_at=db_now(),
         ),
         _fence(claim),
     ).rowcount  # fmt: skip
     if changed != 1:
-        same = stage.c.value.is_(None) if value is None else stage.c.value == value
-        _ended_before(tx, claim, stage.c.status == StageStatus.DONE.value, stage.c.outcome == outcome, same)
-        row = tx.execute(sa.select(stage).where(stage.c.id == claim.stage_id)).one()
-        # as it comes back from the database: keys are text, tuples are lists
-        if (row.details, row.error) != (json.loads(json.dumps(details)), error):
-            raise _lost(tx, claim)
+        there = json.loads(json.dumps(details))  # as it comes back from the database: keys are text, tuples are lists
+        _ended_before(tx, claim, st.End.SETTLED, outcome=outcome, value=value, details=there, error=error)
     return bool(changed == 1)
 
 
@@ -333,13 +322,13 @@ def fail_stage(
         .values(
             status=(StageStatus.FAILED if last else StageStatus.PENDING).value, outcome=outcome, error=said,
             failures=stage.c.failures + 1, elapsed_s=elapsed_s, not_before=db_now() + backoff_s * 2**failures,
-            settled_at=db_now() if last else None, let_go=stage.c.attempt, **st.STAGE_LET_GO,
+            settled_at=db_now() if last else None, let_go=st.let_go(stage.c.attempt, int(st.End.FAILED)),
+            **st.STAGE_LET_GO,
         ),
         _fence(claim),
     ).rowcount  # fmt: skip
     if changed != 1:
-        _ended_before(tx, claim, stage.c.outcome == outcome, stage.c.error == said)
-        return str(tx.execute(sa.select(stage.c.status).where(stage.c.id == claim.stage_id)).scalar())
+        return str(_ended_before(tx, claim, st.End.FAILED, outcome=outcome, error=said).status)
     tx.event("stage_failed", said, worker_id=claim.owner, sample_id=claim.sample_id or None, group_id=claim.group_id,
              details={"stage": claim.name, "outcome": outcome})  # fmt: skip
     if last and claim.members:
@@ -367,8 +356,9 @@ def _fail_sample(tx: Tx, claim: StageClaim, error: str) -> None:
 def release_stage(tx: Tx, claim: StageClaim) -> None:
     """Give a stage back undone. No failure is counted."""
     tx.as_owner_of(claim, StageClaim)
+    ended = st.let_go(stage.c.attempt, int(st.End.RELEASED))
     changed = tx.execute(
-        sa.update(stage).where(st.STAGE_FENCE).values(let_go=stage.c.attempt, **st.STAGE_LET_GO), _fence(claim)
+        sa.update(stage).where(st.STAGE_FENCE).values(let_go=ended, **st.STAGE_LET_GO), _fence(claim)
     ).rowcount
     if changed != 1:
-        _ended_before(tx, claim)
+        _ended_before(tx, claim, st.End.RELEASED)

@@ -40,6 +40,45 @@ def test_an_attempt_past_the_sample_deadline_is_a_failure_and_its_tokens_are_kep
     f.sound(run)
 
 
+@pytest.mark.parametrize("max_attempts", [1, 5])
+def test_the_owner_learns_of_the_deadline_from_whatever_it_writes_next(store: Store, max_attempts: int) -> None:
+    """It has not let go itself: no end of its own is a repetition, not even of the same text."""
+    run = f.make_run(store, prompts=1, sample_deadline_s=10.0, max_attempts=max_attempts, on_failed="short")
+    slow, _ = run.claim(f.register(run), 2)
+    f.add(run, slow, 3)
+    late(run, slow.sample_id)
+    assert run.reap().samples == 1
+    before = f.snapshot(run)
+    error = f.sample(run, slow.sample_id)["error"]
+    for end in (
+        lambda: run.release(slow, "weights"),
+        lambda: run.fail(slow, "CUDA error"),
+        lambda: run.fail(slow, error),
+        lambda: run.fail(slow, error, prompt_refused=True),
+        lambda: run.finish(slow),
+    ):
+        with pytest.raises(LeaseLost):
+            end()
+    assert f.snapshot(run) == before
+
+
+def test_a_deadline_leaves_an_earlier_end_to_be_repeated(store: Store) -> None:
+    run = f.make_run(store, prompts=1, sample_deadline_s=10.0, max_attempts=5)
+    worker = f.register(run)
+    first = run.claim(worker, 2)[0]
+    f.add(run, first, 3)
+    run.release(first, "weights")
+    again = run.claim(worker, 1)[0]
+    assert again.sample_id == first.sample_id
+    late(run, again.sample_id)
+    assert run.reap().samples == 1
+    before = f.snapshot(run)
+    run.release(first, "weights")
+    with pytest.raises(LeaseLost):
+        run.release(again, "weights")
+    assert f.snapshot(run) == before
+
+
 def test_samples_of_many_groups_are_late_at_once(store: Store) -> None:
     run = f.make_run(store, prompts=4, sample_deadline_s=10.0, max_attempts=1)
     worker = f.register(run)

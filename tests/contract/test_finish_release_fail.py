@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from samplestore import Store
 from samplestore.errors import InvalidTransition, LeaseLost, NotInRun
+from samplestore.run import Run
+from samplestore.types import Claim
+from samplestore.verbs import samples
+from samplestore.verbs.together import Write, perform
 
 from ..support import factory as f
 
@@ -290,3 +297,125 @@ def test_a_finish_is_repeated_after_its_reward_could_not_be_had(store: Store) ->
     before = f.snapshot(run)
     run.finish(a)
     assert f.snapshot(run) == before
+
+
+def ends(run: Run, claim: Claim) -> dict[str, Callable[[], object]]:
+    """Every call that ends a claim, and what makes it another one."""
+    return {
+        "finish": lambda: run.finish(claim),
+        "finish, length": lambda: run.finish(claim, finish_reason="length"),
+        "truncated": lambda: run.finish(claim, "truncated"),
+        "release": lambda: run.release(claim, "weights"),
+        "fail": lambda: run.fail(claim, "CUDA error"),
+        "fail, another error": lambda: run.fail(claim, "out of memory"),
+        "fail, refused": lambda: run.fail(claim, "CUDA error", prompt_refused=True),
+    }
+
+
+@pytest.mark.parametrize("max_attempts", [1, 5])
+@pytest.mark.parametrize("first", list(ends(None, None)))  # type: ignore[arg-type]
+def test_only_the_very_same_end_again_passes(store: Store, first: str, max_attempts: int) -> None:
+    """Another one that passed would be acknowledged and not done: a failure not counted, a refused prompt served."""
+    run = f.make_run(store, prompts=1, max_attempts=max_attempts, on_failed="short")
+    claim, _ = run.claim(f.register(run), 2)
+    f.add(run, claim, 2, 0, "stop")
+    calls = ends(run, claim)
+    said = calls[first]()
+    before = f.snapshot(run)
+    for name, call in calls.items():
+        # a finish that gives no reason takes the stored one
+        if name == first or (first == "finish, length" and name in ("finish", "truncated")):
+            assert call() == said, "its acknowledgement was lost"
+            continue
+        with pytest.raises(LeaseLost):
+            call()
+            pytest.fail(f"{name} passed after {first}")
+    assert f.snapshot(run) == before
+    f.sound(run)
+
+
+def test_a_refused_prompt_without_tokens_is_not_swallowed_by_a_release(store: Store) -> None:
+    run = f.make_run(store, prompts=1)
+    a, b = run.claim(f.register(run), 2)
+    run.release(a, "weights")
+    run.fail(b, "too long")
+    for claim in (a, b):
+        with pytest.raises(LeaseLost):
+            run.fail(claim, "too long", prompt_refused=True)
+    assert f.states(run) == ["open"]
+
+
+def test_a_release_is_repeated_whatever_came_after_it(store: Store) -> None:
+    run = f.make_run(store, prompts=1)
+    worker = f.register(run)
+    a = run.claim(worker, 2)[0]
+    f.add(run, a)
+    run.release(a, "weights")
+    again = run.claim(worker, 1)[0]
+    assert again.sample_id == a.sample_id
+    run.release(a, "weights")
+    assert f.sample(run, a.sample_id)["owner"] == worker
+    with pytest.raises(LeaseLost):
+        run.fail(a, "CUDA error")
+    run.drop([a.group_id], "bad prompt")
+    run.release(a, "weights")
+    run.requeue([a.sample_id], "fixed")
+    with pytest.raises(LeaseLost):
+        run.release(a, "weights")  # of a life that is over
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [(None, None), ("completed", None), ("truncated", None), (None, "length"), ("completed", "length")],
+)
+def test_only_the_same_finish_is_repeated_after_its_reward_could_not_be_had(
+    store: Store, status: str | None, reason: str | None
+) -> None:
+    run = f.make_run(store, prompts=1, stages=["reward"], max_attempts=1, on_failed="short")
+    worker = f.register(run)
+    a = run.claim(worker, 2)[0]
+    f.add(run, a, 3, 0, "stop")
+    run.finish(a, status, finish_reason=reason)
+    was = f.sample(run, a.sample_id)["status"]
+    run.fail_stage(run.claim_stages(worker, 1)[0], "no reward")
+    assert f.sample(run, a.sample_id)["status"] == "failed"
+    before = f.snapshot(run)
+    run.finish(a, status, finish_reason=reason)
+    other = "completed" if was == "truncated" else "truncated"
+    for late in (
+        lambda: run.finish(a, other),
+        lambda: run.finish(a, was, finish_reason="another"),
+        lambda: run.fail(a, "no reward"),
+        lambda: run.fail(a, "engine died"),
+        lambda: run.release(a, "x"),
+    ):
+        with pytest.raises(LeaseLost):
+            late()
+    assert f.snapshot(run) == before
+
+
+def test_ends_in_one_commit_are_repeated_alike(store: Store) -> None:
+    """Several finishes are one statement: each keeps how it ended, and a wrong one among repetitions is found."""
+    run = f.make_run(store, prompts=2)
+    claims = run.claim(f.register(run), 4)
+    for claim, reason in zip(claims, ("stop", "length", "stop", "length"), strict=True):
+        f.add(run, claim, 2, 0, reason)
+    writes = [write(samples.finish, claim) for claim in claims[:3]] + [write(samples.release, claims[3], "weights")]
+    run.transact(lambda tx: perform(tx, writes[:3]))
+    run.transact(lambda tx: perform(tx, writes[3:]))
+    before = f.snapshot(run)
+    for one in writes:
+        run.transact(lambda tx, one=one: perform(tx, [one]))
+    assert [f.sample(run, claim.sample_id)["status"] for claim in claims] == [
+        "completed", "truncated", "completed", "aborted",
+    ]  # fmt: skip
+    for claim, status in ((claims[0], "truncated"), (claims[1], "completed"), (claims[3], "completed")):
+        with pytest.raises(LeaseLost):
+            run.transact(lambda tx, c=claim, s=status: perform(tx, [write(samples.finish, c, s)]))
+    with pytest.raises(LeaseLost):
+        run.transact(lambda tx: perform(tx, [write(samples.fail, claims[3], "x"), writes[0]]))
+    assert f.snapshot(run) == before
+
+
+def write(verb: Callable[..., Any], claim: Claim, *more: Any) -> Write:
+    return Write(verb, ((claim, *more), {}), claim.group_id, claim.sample_id)

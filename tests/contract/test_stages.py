@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from samplestore import Store
 from samplestore.errors import InvalidSetting, LeaseLost
 from samplestore.run import Run
+from samplestore.types import StageClaim
 
 from ..support import factory as f
 
@@ -136,6 +138,66 @@ def test_a_released_stage_counts_no_failure(run: Run) -> None:
     run.release_stage(run.claim_stages(worker, 1)[0])
     (again,) = run.claim_stages(worker, 1)
     assert again.failures == 0
+
+
+def ends(run: Run, stage: StageClaim) -> dict[str, Callable[[], object]]:
+    return {
+        "score": lambda: run.score(stage, 1.0),
+        "another score": lambda: run.score(stage, 0.0),
+        "unparsed": lambda: run.unparsed(stage, "timeout"),
+        "complete": lambda: run.complete_stage(stage),
+        "fail": lambda: run.fail_stage(stage, "timeout", backoff_s=0.0),
+        "fail, timed out": lambda: run.fail_stage(stage, "timeout", "verifier_timeout", backoff_s=0.0),
+        "fail, another error": lambda: run.fail_stage(stage, "boom", backoff_s=0.0),
+        "release": lambda: run.release_stage(stage),
+    }
+
+
+@pytest.mark.parametrize("max_attempts", [1, 5])
+@pytest.mark.parametrize("first", list(ends(None, None)))  # type: ignore[arg-type]
+def test_only_the_very_same_end_again_passes(store: Store, first: str, max_attempts: int) -> None:
+    run = f.make_run(store, prompts=1, stages=["reward"], max_attempts=max_attempts, on_failed="short")
+    worker = f.register(run)
+    f.answer(run, run.claim(worker, 1)[0])
+    calls = ends(run, run.claim_stages(worker, 1)[0])
+    said = calls[first]()
+    before = f.snapshot(run)
+    for name, call in calls.items():
+        if name == first:
+            assert call() == said, "its acknowledgement was lost"
+            continue
+        with pytest.raises(LeaseLost):
+            call()
+            pytest.fail(f"{name} passed after {first}")
+    assert f.snapshot(run) == before
+    f.sound(run)
+
+
+def test_a_failure_after_a_release_is_not_taken_for_that_of_an_earlier_attempt(run: Run) -> None:
+    """The stage still has the outcome and the error of the earlier one: the second would not be counted."""
+    worker = f.register(run)
+    f.answer(run, run.claim(worker, 1)[0])
+    (first,) = run.claim_stages(worker, 1)
+    run.fail_stage(first, "timeout", backoff_s=0.0)
+    (second,) = run.claim_stages(worker, 1)
+    run.release_stage(second)
+    with pytest.raises(LeaseLost):
+        run.fail_stage(second, "timeout", backoff_s=0.0)
+    with pytest.raises(LeaseLost):
+        run.fail_stage(first, "timeout", backoff_s=0.0)
+    assert f.value(run, "SELECT failures FROM stage") == 1
+
+
+def test_a_release_is_repeated_after_the_group_was_dropped(run: Run) -> None:
+    worker = f.register(run)
+    claim = run.claim(worker, 1)[0]
+    f.answer(run, claim)
+    (stage,) = run.claim_stages(worker, 1)
+    run.release_stage(stage)
+    run.drop([claim.group_id], "bad prompt")
+    before = f.snapshot(run)
+    run.release_stage(stage)
+    assert f.snapshot(run) == before
 
 
 def test_a_score_after_its_timeout_was_recorded_is_refused(run: Run) -> None:
