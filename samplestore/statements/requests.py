@@ -6,6 +6,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import bindparam
+from sqlalchemy.dialects import postgresql
 
 from samplestore.clock import db_now
 from samplestore.models import Json, Request, Sample
@@ -23,7 +24,8 @@ BEGUN: dict[str, Any] = {
 
 def _begin() -> Over:
     """Record requests of samples' owners, each once. The samples are locked, in the order of their ids: without, a row
-    could be written for a worker that a reap has just freed of its sample."""
+    could be written for a worker that a reap has just freed of its sample. A rid that is there adds no row, also where
+    another row of this statement, or a transaction that was under way, has it."""
     new = given(BEGUN)
     held = (
         sa.select(sample.c.id, sample.c.run_id, sample.c.owner, sample.c.attempt, sample.c.incarnation)
@@ -32,7 +34,6 @@ def _begin() -> Over:
         .with_for_update(key_share=True)
         .cte("held")
     )
-    there = sa.exists().where(request.c.rid == new.c.rid).correlate_except(request)
     none_yet: Any = sa.literal_column("0")
     row: dict[str, Any] = {
         **{name: new.c[name] for name in BEGUN}, "run_id": held.c.run_id, "started_at": db_now(),
@@ -45,10 +46,11 @@ def _begin() -> Over:
             held.c.owner == new.c.worker_id,
             held.c.attempt == new.c.attempt,
             held.c.incarnation == new.c.incarnation,
-            ~there,
         )
     )
-    return Over(new, sa.insert(request).from_select(list(row), rows).inline())
+    # SQLite writes this clause as PostgreSQL does
+    insert = postgresql.insert(request).from_select(list(row), rows).inline()
+    return Over(new, insert.on_conflict_do_nothing(index_elements=["rid"]))
 
 
 STORED_MORE: dict[str, Any] = {"rid": sa.Text, "sample_id": sa.BigInteger, "n": sa.BigInteger}
@@ -67,7 +69,8 @@ def _stored() -> Over:
 
 
 BEGIN, STORED = _begin(), _stored()
-OF = Prepared(sa.select(request.c.id).where(request.c.rid == bindparam("of_rid")))
+WHOSE = ("sample_id", "worker_id", "attempt", "incarnation", "resumed_tokens")  # what never changes of a request
+OF = Prepared(sa.select(*(request.c[name] for name in WHOSE)).where(request.c.rid == bindparam("of_rid")))
 ENDED = Prepared(sa.select(request.c.finished_at).where(request.c.rid == bindparam("of_rid")))
 
 TOLD: dict[str, Any] = {

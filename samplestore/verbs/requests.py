@@ -8,6 +8,7 @@ from typing import Any
 
 from samplestore import codec
 from samplestore.arguments import whole
+from samplestore.errors import InvalidSetting
 from samplestore.statements import requests as rq
 from samplestore.statements import samples as st
 from samplestore.statements.totals import MAX_REASON, Amounts
@@ -21,7 +22,7 @@ def begin_request(
     seed: int | None = None, greedy: bool = False,
 ) -> None:  # fmt: skip
     """Record that an engine is asked to go on with a claimed sample. `resumes`: from tokens of an earlier request;
-    seed, greedy: how it draws."""
+    seed, greedy: how it draws. Raises LeaseLost; InvalidSetting for a rid that another call has."""
     begin_many(tx, [((claim, rid, engine, temperature, resumes, seed, greedy), {})])
 
 
@@ -31,10 +32,8 @@ def begin_many(tx: Tx, calls: Sequence[Call]) -> list[None]:
     if rq.BEGIN.execute(tx.connection, [row for _, row in begun]) != len(begun):
         if len(begun) > 1:
             raise Contested
-        ((claim, row),) = begun
-        if tx.execute(rq.OF, {"of_rid": row["rid"]}).scalar() is None:
-            samples.require_owner(tx, claim)  # says whose it is now
-        return [None]  # a repetition
+        _require_repetition(tx, *begun[0])
+        return [None]
     resumed = [claim for claim, row in begun if row["resumes"]]
     if resumed:
         tx.execute(
@@ -48,6 +47,18 @@ def begin_many(tx: Tx, calls: Sequence[Call]) -> list[None]:
             tokens=claim.n_tokens,
         )  # fmt: skip
     return [None] * len(begun)
+
+
+def _require_repetition(tx: Tx, claim: Claim, row: dict[str, Any]) -> None:
+    """This very call began it before, and its acknowledgement was lost. Raises LeaseLost, InvalidSetting: tokens under
+    the rid of another call would be counted as lost, and a resume not at all."""
+    there = tx.rows(rq.OF, {"of_rid": row["rid"]})
+    if there and tuple(there[0]) == tuple(row[name] for name in rq.WHOSE):
+        return
+    samples.require_owner(tx, claim)  # says whose the sample is now
+    if there:
+        has = f"sample {there[0].sample_id} has this one, of attempt {there[0].attempt}"
+        raise InvalidSetting("rid", row["rid"], f"a new name for every request: {has}")
 
 
 def _beginning(

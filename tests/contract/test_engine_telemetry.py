@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from samplestore import Store
-from samplestore.errors import InvalidSetting
+from samplestore.errors import InvalidSetting, LeaseLost
 from samplestore.run import Run
 from samplestore.types import EngineFacts, RequestInfo
-from samplestore.verbs import weights
+from samplestore.verbs import requests, weights
+from samplestore.verbs.tx import Contested
+from samplestore.writer import Writer
 
 from ..support import factory as f
 
@@ -329,3 +331,92 @@ def test_why_tells_first_that_all_engines_failed(run: Run) -> None:
         ("run_not_running", "the run is paused (samplestore resume)"),
     ]
     assert [code for code, _ in run.why().reasons].count("failed_engines") == 1
+
+
+# -- a request's name
+
+
+def counted(run: Run) -> list[dict[str, Any]]:
+    told = "SELECT rid, sample_id, stored_tokens, generated_tokens, lost_tokens FROM request ORDER BY rid"
+    return f.rows(run, told)
+
+
+def test_a_rid_is_of_one_call(run: Run, store: Store) -> None:
+    """What another call stored under it would be taken for lost: the ledger would not close."""
+    other = f.make_run(store, "other")
+    a, b = run.claim(f.register(run), 2)
+    (theirs,) = other.claim(f.register(other), 1)
+    run.begin_request(a, "r1")
+    before = f.snapshot(run)
+    for taker, claim in ((run, b), (other, theirs)):
+        with pytest.raises(InvalidSetting, match="rid='r1' is not allowed; use a new name for every request"):
+            taker.begin_request(claim, "r1")
+    run.begin_request(a, "r1")
+    assert f.snapshot(run) == before
+    run.begin_request(b, "r2")
+    f.add(run, a, 2, rid="r1")
+    f.add(run, b, 3, rid="r2")
+    run.begin_request(b, "r2")
+    for rid, n in (("r1", 2), ("r2", 3)):
+        run.end_request(RequestInfo(rid, generated_tokens=n))
+    assert [(r["stored_tokens"], r["lost_tokens"]) for r in counted(run)] == [(2, 0), (3, 0)]
+    run.begin_request(b, "r2")
+    f.sound(run)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["claimed again", "in one claim"])
+def test_a_resume_needs_a_rid_of_its_own(run: Run, kept: bool) -> None:
+    (claim,) = run.claim(f.register(run), 1)
+    run.begin_request(claim, "r1")
+    f.add(run, claim, 2, 0, "abort", rid="r1")
+    run.end_request(RequestInfo("r1", generated_tokens=2))
+    again = claim
+    if not kept:
+        run.release(claim, "weights")
+        (again,) = run.claim(f.register(run), 1)
+    assert again.n_tokens == 2
+    before = f.snapshot(run)
+    with pytest.raises(InvalidSetting, match="rid"):
+        run.begin_request(again, "r1", resumes=True)
+    assert f.snapshot(run) == before
+    run.begin_request(again, "r2", resumes=True)
+    run.begin_request(again, "r2", resumes=True)
+    assert f.sample(run, claim.sample_id)["n_resumes"] == 1
+    if not kept:
+        run.begin_request(claim, "r1")  # its acknowledgement was lost, and it comes late
+        with pytest.raises(LeaseLost):
+            run.begin_request(claim, "r2", resumes=True)
+    f.sound(run)
+
+
+def test_one_rid_twice_in_one_commit(run: Run) -> None:
+    """One of them begins, the other is refused alone."""
+    claims = run.claim(f.register(run), 3)
+    writer = Writer(run)
+    told = [
+        writer.submit(requests.begin_request, c, rid, None, None, False) for c, rid in zip(claims, "xxy", strict=True)
+    ]
+    errors = [future.exception(30) for future in told]
+    writer.close()
+    assert [type(error) for error in errors] == [type(None), InvalidSetting, type(None)]
+    assert [r["sample_id"] for r in counted(run)] == [claims[0].sample_id, claims[2].sample_id]
+    many = lambda tx: requests.begin_many(tx, [((c, "z", None, None, False), {}) for c in claims[:2]])  # noqa: E731
+    with pytest.raises(Contested):
+        run.transact(many)
+    assert len(counted(run)) == 2
+    f.sound(run)
+
+
+def test_one_rid_of_two_samples_at_once(run: Run) -> None:
+    """Real transactions: the second sees what the first committed meanwhile."""
+    claims = run.claim(f.register(run), 6)
+
+    def begin(i: int) -> str | None:
+        try:
+            run.begin_request(claims[i], "same")
+        except InvalidSetting as error:
+            return error.name
+        return None
+
+    assert sorted(map(str, together(6, begin))) == ["None", *["rid"] * 5]
+    assert len(counted(run)) == 1
