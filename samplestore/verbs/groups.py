@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from samplestore import codec
 from samplestore.clock import db_now
 from samplestore.errors import InvalidTransition, NotInRun, TokensPruned
-from samplestore.models import Sample, SampleGroup, Segment, Stage
+from samplestore.models import Event, Sample, SampleGroup, Segment, Stage
 from samplestore.statements import samples as st
 from samplestore.statements.staleness import FRESHNESS, FRESHNESS_REWOUND
 from samplestore.states import (
@@ -29,7 +29,7 @@ from samplestore.states import (
 from samplestore.verbs import group_stages, rollouts
 from samplestore.verbs.tx import Tx
 
-group, sample, stage, segment = (t.__table__ for t in (SampleGroup, Sample, Stage, Segment))
+group, sample, stage, segment, event = (t.__table__ for t in (SampleGroup, Sample, Stage, Segment, Event))
 
 CANCELLED = "cancelled"  # outcome of a stage whose group was closed before it was done
 
@@ -256,7 +256,7 @@ def requeue(tx: Tx, sample_ids: Sequence[int], reason: str, call: str | None = N
     ids = sorted({row.group_id for row in asked})
     locked = tx.lock_groups(ids)
     # Below the locks: on PostgreSQL the call that is repeated may still be committing.
-    if tx.done_before("requeue", call) is not None:
+    if _requeued(tx, sample_ids, call):
         return len(sample_ids)
     for row in locked.values():
         if GroupState(row.state) not in (*IN_WINDOW, GroupState.DROPPED):
@@ -268,6 +268,15 @@ def requeue(tx: Tx, sample_ids: Sequence[int], reason: str, call: str | None = N
     for id in sample_ids:
         tx.event("requeue", reason, sample_id=id, details={"call": call})
     return len(sample_ids)
+
+
+def _requeued(tx: Tx, sample_ids: Sequence[int], call: str | None) -> bool:
+    """Whether this very call ran before. Every sample has an event of it, so one sample's are one a call. Among the
+    newest of all samples (Tx.done_before) a call would be forgotten after another one of a hundred samples."""
+    if call is None or not sample_ids:
+        return False
+    mine = (event.c.run_id == tx.run_id) & (event.c.kind == "requeue") & (event.c.sample_id == sample_ids[0])
+    return any((row.details or {}).get("call") == call for row in tx.rows(sa.select(event.c.details).where(mine)))
 
 
 def regenerate(tx: Tx, ids: Sequence[int], reason: str) -> None:

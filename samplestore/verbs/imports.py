@@ -36,6 +36,7 @@ from samplestore.states import (
 from samplestore.types import Added
 from samplestore.verbs import groups, import_versions, liveness, prompts
 from samplestore.verbs.arrays import row_of as array_row
+from samplestore.verbs.own_groups import OwnGroups
 from samplestore.verbs.stages import OK
 from samplestore.verbs.tx import Tx
 
@@ -64,12 +65,12 @@ def import_groups(
     `versions` and `recorded` say what the weight versions of the groups are (verbs/import_versions.py).
     Raises InvalidSetting for a reward that no stage of the run would give, or a data set that is there for something
     else; ImportConflict for a group that says something else than when it was imported before, or has the run's uuid
-    and is none of its groups."""
+    and is none of its groups (verbs/own_groups.py)."""
     worker_id = liveness.register(tx, WorkerKind.TOOL.value, "import")
     row = tx.lock_run()
     known = import_versions.bring(tx, row, manifest, sorted(versions), recorded)
     number, existing, waiting = row.n_groups, 0, iter(given)
-    before = _Before(tx)
+    before, own = _Before(tx), OwnGroups(tx, row)
     while part := list(islice(waiting, CHUNK)):
         keys = {one.import_key for one in part}
         there = set(
@@ -79,7 +80,7 @@ def import_groups(
         )
         new = []
         for one in part:
-            if one.import_key in there or _own(row, one):
+            if one.import_key in there or own.has(one):
                 existing += 1
             else:
                 before.require_new(one)
@@ -97,16 +98,6 @@ def import_groups(
     if added:
         tx.event("import", None, worker_id=worker_id, details={"groups": added, "existing": existing})
     return Added(added, existing)
-
-
-def _own(row: Any, one: Any) -> bool:
-    """Whether the group was exported from this very run, and is in it. Raises ImportConflict where it is not: the
-    database is older than its export."""
-    if one.origin is None or one.origin.partition("/")[0] != row.uuid:
-        return False
-    if int(one.origin.partition("/")[2]) >= row.n_groups:
-        raise ImportConflict(one.origin, "is of this run, which has it not: the database is older than the export")
-    return True
 
 
 class _Before:

@@ -24,7 +24,7 @@ from samplestore.portable import exports, imports, replaced, slime_files
 from samplestore.promptfiles import InvalidRow
 from samplestore.slime import NotConfigured
 from samplestore.types import Why
-from samplestore.verbs import deaths
+from samplestore.verbs import deaths, own_groups
 from samplestore.workers.chat import TemplateChanged
 from samplestore.workers.episode_runs import EpisodeFailed, EpisodeSpecError
 from samplestore.workers.filters import FilterSpecError
@@ -79,7 +79,9 @@ EXAMPLES: list[Any] = [
     errors.DowngradeRefused("0002", "7 segments that were pruned"),
     errors.RunInUse("run 'x'", [1, 2]),
     errors.ImportConflict("0b1c/7"),
-    errors.ImportConflict("0b1c/7", "is of this run, which has it not: the database is older than the export"),
+    errors.ImportConflict("0b1c/7", own_groups.OLDER),
+    errors.ImportConflict("0b1c/7", own_groups.LESS),
+    errors.ImportConflict("0b1c/7", own_groups.ANOTHER),
     slime_files.SlimeFileError("a.pt", "is damaged: no end"),
     replaced.ExportExists("out", replaced.THERE.format(command="samplestore export --run r --to out")),
     replaced.ExportExists("out", replaced.NO_EXPORT),
