@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make install   a virtual environment in $(VENV) with everything, tests included"
 	@echo "make demo      install, then the whole loop on this machine: engines, router, worker, trainer, dashboard"
-	@echo "make test      install, lint, and all tests that take seconds"
+	@echo "make test      install, lint, and the tests of every day: in ten minutes"
 	@echo "make test-all  install, lint, and all tests but those on SGLang"
 	@echo "make test-nightly  10,000 random examples of all verbs against the model, on both databases; hours"
 	@echo "make test-crash  1,000 kills of workers, trainers, engines and the database, and 100 of whole stacks; an hour"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from . import everyday
 from .support.postgres import Databases, PostgresServer, shared_databases
 from .support.processes import Processes
 from .support.router import Router
@@ -33,7 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With a URL, leave out what is about the other kind of database."""
+    """Mark what `make test` leaves out. With a URL, leave out what is about the other kind of database."""
+    everyday.mark(items)
     if url := config.getoption(OPTION, default=None):
         other = "sqlite" if str(url).startswith("postgres") else "postgres"
         kept = [item for item in items if not _needs(item, other)]
