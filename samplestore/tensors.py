@@ -78,7 +78,7 @@ class BatchSample:
 
     def __getstate__(self) -> dict[str, Any]:
         """The rows' types are made when they are read: another process does not know them."""
-        return {**vars(self), **{name: SimpleNamespace(**vars(self)[name]._asdict()) for name in ("_row", "_about")}}
+        return {name: SimpleNamespace(**v._asdict()) if hasattr(v, "_asdict") else v for name, v in vars(self).items()}
 
     @property
     def sample_id(self) -> int:

@@ -92,12 +92,17 @@ def _trees(timelines: Items, versions: Items) -> None:
             raise BadValue("is the label of another version", one["label"], f"{field}.label")
         labels.add(one["label"])
         above = versions.get(one["parent"])
-        # A restored version, which begins a timeline, has the depth of what it restores. Others are an update ahead, or
-        # more, where a version between was never met.
-        low = 0 if above is None else above["depth"] + (above["timeline"] == one["timeline"])
+        # A restored version, which begins a timeline, has the depth of what it restores, and a second name of the same
+        # weights theirs. Others are an update ahead, or more, where a version between was never met.
+        low = 0 if above is None else above["depth"] + (above["timeline"] == one["timeline"] and not _same(above, one))
         high = low if above is None or above["timeline"] != one["timeline"] else number
         if not low <= one["depth"] <= high:
             raise BadValue(f"must be from {low} to {high}, by its parent", one["depth"], f"{field}.depth")
+
+
+def _same(above: Mapping[str, Any], one: Mapping[str, Any]) -> bool:
+    """Whether a version may be its parent under another label, as verbs/weights.py publishes it."""
+    return one["step"] is not None and (above["step"], above["path"]) == (one["step"], one["path"])
 
 
 def _require_parent(key: str, number: int, one: Mapping[str, Any], listed: Items) -> None:

@@ -265,11 +265,11 @@ class Served:
     def _published(self, label: str, step: int | None) -> int:
         """The run's version of a new label. The current one, if it has this step from the process before, is the same
         weights under another name; from this process it is other ones."""
-        if step in self.steps:
-            step = None
-        elif step is not None:
-            self.steps.add(step)
-        return self.run.publish_weights(None, step, codec.clean_text(f"{self.labels}{label}", 200)).version
+        step = None if step in self.steps else step
+        made = self.run.publish_weights(None, step, codec.clean_text(f"{self.labels}{label}", 200)).version
+        if step is not None:
+            self.steps.add(step)  # not before: the call is repeated as it was, if its answer was lost
+        return made
 
 
 def _number(label: str) -> float:

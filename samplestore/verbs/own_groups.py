@@ -53,19 +53,23 @@ class OwnGroups:
         # not by its content key, in which the name of its data set is: that may be given anew
         if not np.array_equal(codec.ids_from(here.prompt_ids), one.prompt.prompt_ids):
             return ANOTHER
-        lives = self._lives(here.id, {s.incarnation for s in one.samples})
+        lives, forks = self._lives(here.id, {s.incarnation for s in one.samples})
         rewards = self._rewards(here.id) if any(s.rewards for s in one.samples) else {}
-        said = (why for s in one.samples for why in (_unlike_life(s, lives), self._unlike_rewards(s, rewards)) if why)
-        return next(said, None)
+        # A fork that slime changed comes back without its parent (slime_samples.py): whose its tokens are is not told.
+        compared = [s for s in one.samples if s.parent is not None or s.sample not in forks]
+        unlike = (*(_unlike_life(s, lives) for s in compared), *(self._unlike_rewards(s, rewards) for s in one.samples))
+        return next((why for why in unlike if why is not None), None)
 
-    def _lives(self, group_id: int, wanted: Collection[int]) -> dict[tuple[int, int], list[Any]]:
-        """Segments of samples, by their places and lives; the present life of each also where it has none."""
+    def _lives(self, group_id: int, wanted: Collection[int]) -> tuple[dict[tuple[int, int], list[Any]], set[int]]:
+        """Segments of samples, by their places and lives; the present life of each also where it has none. And the
+        places of forks."""
         of_life = (segment.c.sample_id == sample.c.id) & segment.c.incarnation.in_(wanted)
         found: dict[tuple[int, int], list[Any]] = {}
+        forks: set[int] = set()
         for r in self.tx.rows(
             sa.select(
                 sample.c.index.label("place"), sample.c.incarnation.label("now"), segment.c.incarnation.label("life"),
-                segment.c.start, segment.c.n_tokens, segment.c.payload,
+                segment.c.start, segment.c.n_tokens, segment.c.payload, sample.c.parent_id,
             )
             .select_from(sample.outerjoin(segment, of_life))
             .where(sample.c.group_id == group_id)
@@ -74,7 +78,9 @@ class OwnGroups:
                 found.setdefault((r.place, life), [])
             if r.life is not None:
                 found[r.place, r.life].append(r)
-        return found
+            if r.parent_id is not None:
+                forks.add(r.place)
+        return found, forks
 
     def _rewards(self, group_id: int) -> dict[tuple[int, int, str], float | None]:
         """What stages of samples gave, by place, life and name. Those of group stages are judged anew with a sibling's

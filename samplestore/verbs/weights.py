@@ -50,9 +50,11 @@ def publish(
         return as_version(row_of(tx, before["version"]))
     if step is not None and (known := _published(tx, row, step, path, label)) is not None:
         return as_version(known)
+    same = step is not None and (last.timeline, last.step, last.path) == (row.timeline, step, path)
+    if same and label is not None and _names(tx, label, last):
+        return as_version(last)
     _require_free(tx, label)
     number = row.last_version + 1
-    same = step is not None and (last.timeline, last.step, last.path) == (row.timeline, step, path)
     depth = last.depth + (0 if same else 1)
     made = {
         "run_id": tx.run_id, "version": number, "timeline": row.timeline, "parent": last.version, "step": step,
@@ -105,6 +107,20 @@ def _published(tx: Tx, row: Any, step: int, path: str | None, label: str | None)
         .order_by(version.c.version.desc())
         .limit(1)
     ).one_or_none()
+
+
+def _names(tx: Tx, label: str, current: Any) -> bool:
+    """Whether the label is that of the current weights from before a rewind restored them: what an engine that reports
+    it generates is as fresh, and a trainer that names weights by their step says it again."""
+    return (
+        tx.execute(
+            sa.select(version.c.version)
+            .where(version.c.run_id == tx.run_id, version.c.label == label, version.c.abandoned_at.is_(None))
+            .where(version.c.step == current.step, version.c.path.is_not_distinct_from(current.path))
+            .where(version.c.depth == current.depth, version.c.common_depth == current.depth)
+        ).scalar()
+        is not None
+    )
 
 
 def describe_first(tx: Tx, path: str | None, label: str) -> None:

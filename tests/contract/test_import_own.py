@@ -11,7 +11,7 @@ import pytest
 
 from samplestore import Store, retention
 from samplestore.errors import ImportConflict
-from samplestore.portable import exports
+from samplestore.portable import exports, slime_samples
 from samplestore.portable.exports import Selection
 from samplestore.run import Run
 
@@ -187,3 +187,21 @@ def test_a_fork_that_the_run_does_not_know(store: Store, tmp_path: Path) -> None
         runs.append((run, claim))
     forked(*runs[0])
     refused(runs[0][0], runs[1][0], tmp_path, "has less of it")
+
+
+def test_a_fork_that_slime_has_masked_is_still_the_same(store: Store) -> None:
+    """It comes back without its parent, so that nothing tells which of its tokens are its own."""
+    run, worker = begun(store, "r", stages=["reward"])
+    run.publish_weights(step=0)
+    for claim in run.claim(worker, 9):
+        f.add(run, claim, 4, 0, "stop")
+        forked(run, claim)
+    parts = exports.parts(run, Selection())
+    samples = [s for part in parts for s in exports.samples(run, run.uuid, part, Selection())]
+    told = [slime_samples.to_slime(s) for s in samples]
+    for values, made in zip(told, samples, strict=True):
+        if made.parent_upto:
+            values["loss_mask"] = [0] * len(values["loss_mask"])
+    assert any(made.parent_upto for made in samples)
+    added = run.import_samples([slime_samples.from_slime(values) for values in told])
+    assert (added.added, added.existing) == (0, len({s.group for s in samples}))

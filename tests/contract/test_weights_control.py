@@ -79,6 +79,36 @@ def test_a_trainer_names_the_weights_that_a_rewind_restored(store: Store) -> Non
     f.sound(run)
 
 
+def test_a_trainer_that_names_weights_by_their_step_begins_again(store: Store) -> None:
+    """The name is taken, by these very weights: it was refused, and the trainer could not begin."""
+    run = f.make_run(store, prompts=4, groups_per_step=1)
+    worker, trainer = f.register(run), f.register(run, "trainer")
+    for step in range(2):
+        f.finish_all(run, worker)
+        f.commit(run, f.lease(run, trainer, step, 1), trainer)
+        run.publish_weights(f"/w/{step}", step, f"step-{step}")
+        run.admit()
+    restored = run.rewind(0)
+    with pytest.raises(InvalidSetting, match="one that version 2 does not have"):
+        run.publish_weights("/w/0", 0, "step-1")
+    assert run.publish_weights("/w/0", 0, "step-0") == restored
+    assert run.current_version == restored.version and see(run, "step-0")["version"] == 1
+    with pytest.raises(InvalidSetting, match="one that version 2 does not have"):
+        run.publish_weights("/w/1", 1, "step-1")
+
+
+def test_weights_with_two_names_come_along_with_an_export(store: Store, tmp_path: Path) -> None:
+    run = f.make_run(store, prompts=4, groups_per_step=1)
+    f.finish_all(run, f.register(run))
+    run.publish_weights(step=0, label="one")
+    run.publish_weights(step=0, label="two")
+    run.export(str(tmp_path / "out"))
+    there = store.run("there", samples_per_prompt=2, groups_per_step=1, max_staleness=9)
+    assert there.import_samples(str(tmp_path / "out")).added
+    assert [(v.version, v.label) for v in there.weight_versions()] == [(0, "default"), (1, "one"), (2, "two")]
+    f.sound(there)
+
+
 @pytest.mark.parametrize("path", [None, "/w/{}"])
 def test_versions_that_came_with_an_import_are_no_publications_of_this_run(
     store: Store, path: str | None, tmp_path: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
 from dataclasses import dataclass, field
@@ -109,7 +110,7 @@ class Maker:
                 "as torch.from_numpy wants"
             )
         for sample in batch.samples:
-            sent = pickle.loads(pickle.dumps(sample))
+            sent = copy.copy(pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(sample)))))  # and on
             assert [plain(getattr(sent, name)) for name in FIELDS] == [plain(getattr(sample, name)) for name in FIELDS]
         for row, sample_id in enumerate(packed["sample_ids"].tolist()):
             start, stop = packed["cu_seqlens"][row : row + 2]
