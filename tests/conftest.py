@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from . import everyday
+from .support import everyday
 from .support.postgres import Databases, PostgresServer, shared_databases
 from .support.processes import Processes
 from .support.router import Router
