@@ -181,7 +181,7 @@ class Batch:
         a rank that ran once less would leave them waiting in their collectives. Raises InvalidSetting where a sample of
         any rank is longer."""
         samples = self.samples
-        lengths = [s.prompt_ids.size + responses.length(s.runs) for s in samples]
+        lengths = [s.prompt.size + responses.length(s.runs) for s in samples]
         of_ranks = self._lengths_of_ranks() if self.plan else [lengths]
         most = max(len(planning.micro_batches(of_rank, max_tokens)) for of_rank in of_ranks)
         return [[samples[i] for i in places] for places in planning.micro_batches(lengths, max_tokens, most)]

@@ -176,19 +176,25 @@ def payload_tokens(payload_length: int, fmt: int) -> int | None:
     return (payload_length - 1) // width if width and (payload_length - 1) % width == 0 else None
 
 
-def decode(payload: bytes) -> tuple[Ids, Floats | None]:
-    """(int32 [n], float32 [n] or None), read-only views into `payload`. Raises ValueError if it is damaged,
+def split(payload: bytes) -> tuple[memoryview, memoryview | None]:
+    """The bytes of its ids, and of its log-probs or None: views into `payload`. Raises ValueError if it is damaged,
     TokensPruned."""
-    n, rest = divmod(len(payload) - 1, 8)
-    if not rest and n > 0 and payload[0] == WITH_LOGPROBS:  # most are
-        return _from(payload, _I4, n, 1), _from(payload, _F4, n, 1 + 4 * n)
+    size, whole = len(payload), memoryview(payload)
+    if size > 8 and size & 7 == 1 and payload[0] == WITH_LOGPROBS:  # most are
+        middle = (size >> 1) + 1
+        return whole[1:middle], whole[middle:]
     if payload == PRUNED_PAYLOAD:
         raise TokensPruned("this segment")
-    tokens = payload_tokens(len(payload), payload[0]) if payload else None
-    if tokens is None:
-        raise ValueError(f"damaged segment payload of {amount(len(payload), 'byte')}")
-    ids = _from(payload, _I4, tokens, 1)
-    return ids, None if payload[0] == IDS_ONLY else _from(payload, _F4, tokens, 1 + 4 * tokens)
+    n = payload_tokens(size, payload[0]) if payload else None
+    if n is None:
+        raise ValueError(f"damaged segment payload of {amount(size, 'byte')}")
+    return whole[1 : 1 + 4 * n], whole[1 + 4 * n :] if payload[0] == WITH_LOGPROBS else None
+
+
+def decode(payload: bytes) -> tuple[Ids, Floats | None]:
+    """(int32 [n], float32 [n] or None), read-only views into `payload`. Raises what `split` does."""
+    ids, probs = split(payload)
+    return _from(ids, _I4), None if probs is None else _from(probs, _F4)
 
 
 def own(value: Any) -> Any:

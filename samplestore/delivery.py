@@ -6,14 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import compress
 from typing import Any
 
-import numpy as np
 import sqlalchemy as sa
 
 from samplestore import codec, forks, masks, responses
-from samplestore.errors import MissingLogprobs
 from samplestore.models import BatchGroup, PromptRow, Sample, SampleGroup, Segment, WeightVersionRow
 from samplestore.queries.plans import IN_BATCH, OF_BATCH
 from samplestore.statements import staleness
@@ -21,7 +18,6 @@ from samplestore.statements.lists import among
 from samplestore.statements.prepared import Prepared
 from samplestore.states import SegmentKind, StalePolicy
 from samplestore.tensors import BatchSample, Whole
-from samplestore.types import Ids
 from samplestore.verbs.tx import Transactor
 from samplestore.words import amount
 
@@ -53,6 +49,7 @@ class Delivery:
     behind: dict[int, int]
 
 
+NAN = float("nan")
 GROUP = sa.select(
     group.c.id, group.c.number, batch_group.c.staleness, prompt.c.label, prompt.c.metadata.label("meta"),
     prompt.c.prompt_ids, prompt.c.images,
@@ -71,17 +68,15 @@ SAMPLES = Prepared(
 )  # fmt: skip
 ALIVE = (segment.c.sample_id == sample.c.id) & (segment.c.incarnation == sample.c.incarnation)
 # The first two put a sample's segments in order, in _by_sample.
-MARK = (
-    segment.c.sample_id, segment.c.seq, segment.c.loss, segment.c.kind, segment.c.version_min, segment.c.n_tokens,
-)  # fmt: skip
-RESUMES = (segment.c.version_max, segment.c.attempt, segment.c.request_rid)  # for masks.resumed_at
+MARK = (segment.c.sample_id, segment.c.seq, segment.c.loss, segment.c.version_min, segment.c.n_tokens)
+MASKS = (segment.c.kind, segment.c.version_max, segment.c.attempt, segment.c.request_rid)  # for policies that mask
 
 
 @cache
-def _segments(*, tokens: bool, resumes: bool, of: str = "batch") -> Prepared:
+def _segments(*, tokens: bool, masking: bool, of: str = "batch") -> Prepared:
     """What tells which tokens are trained, and the tokens themselves; of a batch, or of the samples with some ids.
     Unsorted: to sort rows with their payloads takes a database as long again as to read them."""
-    columns = (*MARK, *(RESUMES if resumes else ()), *((segment.c.payload,) if tokens else ()))
+    columns = (*MARK, *(MASKS if masking else ()), *((segment.c.payload,) if tokens else ()))
     found = sa.select(*columns)
     if of == "batch":
         return Prepared(found.select_from(IN_BATCH.join(segment, ALIVE)).where(OF_BATCH))
@@ -107,24 +102,32 @@ def read(run: Transactor, batch_id: int, policy: dict[str, Any], current: int, o
     """
     rows = run.database.read(lambda c: _rows(c, run.id, batch_id, policy, current, only))
     rule = _Loss(policy, rows.behind)
-    trained = {id: rule.trained(pieces) for id, pieces in (rows.marks | rows.pieces).items()}
-    runs = {id: _runs(id, pieces, trained[id], rule.needs_logprobs) for id, pieces in rows.pieces.items()}
-    prompts = {row.id: (row, codec.ids_from(row.prompt_ids)) for row in rows.groups}
+    missing = None if policy.get("need_logprobs", True) else 0.0
+    runs = {id: responses.of(pieces, rule.trained(pieces), missing) for id, pieces in rows.pieces.items()}
+    groups = {row.id: (row, responses.prompt(row.prompt_ids)) for row in rows.groups}
+    views = {row.id: BatchGroupView(row.id, row.number, row.staleness, []) for row in rows.groups}
     # Episodes give rewards without a stage, too: where some have one, a sample without is not one of 0.
     rewarded = run.settings.gives_rewards or any(row.reward is not None for row in rows.samples)
-    views = {row.id: BatchGroupView(row.id, row.number, row.staleness, []) for row in rows.groups}
     wanted = None if only is None else set(only)
-    whole = []
-    for row in rows.samples:
-        if row.parent_id is not None and row.id not in rows.marks:
-            continue  # of an earlier life of its parent, and emptied (verbs/fanout.py)
-        unscored = row.reward is None and rewarded
-        n_trained = 0 if unscored or row.removed is not None else _n_trained(row, rows.marks, trained)
-        reward = float("nan") if unscored else row.reward or 0.0
-        whole.append((row.id, row.group_id, row.parent_id or row.id, reward, n_trained))
-        if wanted is None or row.id in wanted:
-            views[row.group_id].samples.append(_sample(row, *prompts[row.group_id], runs, unscored))
-    return Delivery([view for view in views.values() if view.samples], Whole.of(whole), rows.behind)
+    # A fork without segments is of an earlier life of its parent, and emptied (verbs/fanout.py).
+    delivered = [row for row in rows.samples if row.parent_id is None or row.id in rows.marks]
+    rewards: list[float] = []
+    n_trained: list[int] = []
+    for row in delivered:
+        id, forked, unscored = row.id, row.parent_id is not None, row.reward is None and rewarded
+        untrained, marks = unscored or row.removed is not None, rows.marks.get(id, ())
+        rewards.append(NAN if unscored else row.reward or 0.0)
+        n_trained.append(0 if untrained else _n_trained(row, marks, rule.trained(marks)))
+        if wanted is None or id in wanted:
+            about, prompt = groups[row.group_id]
+            response, shared = runs[id], 0
+            if forked:
+                prompt, response, shared = _forked(row, prompt, runs)
+            if untrained:
+                response = tuple(run.untrained() for run in response)  # derived when read, as the staleness policy is
+            views[row.group_id].samples.append(BatchSample(row, about, prompt, response, shared, unscored))
+    whole = Whole.of(delivered, rewards, n_trained)
+    return Delivery([view for view in views.values() if view.samples], whole, rows.behind)
 
 
 def lags(connection: sa.Connection, run_id: int, current: int) -> dict[int, int]:
@@ -139,19 +142,19 @@ def _rows(
     connection: sa.Connection, run_id: int, batch_id: int, policy: dict[str, Any], current: int,
     only: Sequence[int] | None,
 ) -> _Rows:  # fmt: skip
-    of_batch, resumes = {"of_batch": batch_id}, bool(policy.get("mask_offpolicy"))
-    some = _segments(tokens=True, resumes=resumes, of="samples")
+    of_batch, masking = {"of_batch": batch_id}, _masks(policy)
+    some = _segments(tokens=True, masking=masking, of="samples")
     samples = SAMPLES.rows(connection, of_batch)
     if only is None:
         mine, groups = samples, GROUPS.rows(connection, of_batch)
-        pieces = _by_sample(_segments(tokens=True, resumes=resumes).rows(connection, of_batch))
+        pieces = _by_sample(_segments(tokens=True, masking=masking).rows(connection, of_batch))
         marks = dict(pieces)
     else:
         wanted = set(only)
         mine = [row for row in samples if row.id in wanted]
         groups = SOME_GROUPS.rows(connection, {**of_batch, "ids": sorted({row.group_id for row in mine})})
         pieces = _by_sample(some.rows(connection, {"ids": sorted(wanted)}))
-        marks = _by_sample(_segments(tokens=False, resumes=resumes).rows(connection, of_batch))
+        marks = _by_sample(_segments(tokens=False, masking=masking).rows(connection, of_batch))
     # Samples that failed are not delivered themselves, but their forks begin with their tokens.
     absent = {row.parent_id for row in mine if row.parent_upto} - {row.id for row in mine}
     if absent:
@@ -169,14 +172,18 @@ def _by_sample(segments: Sequence[Any]) -> dict[int, list[Any]]:
     return dict(found)
 
 
-def _sample(row: Any, about: Any, prompt_ids: Ids, runs: dict[int, responses.Runs], unscored: bool) -> BatchSample:
-    response, shared = runs[row.id], 0
-    if row.parent_id is not None:
-        prompt_ids, response = forks.delivered(row, prompt_ids, runs, response[0].ids.size)
-        shared = 0 if row.parent_upto is None else responses.length(response) - responses.length(runs[row.id])
-    if row.removed is not None or unscored:
-        response = tuple(run.untrained() for run in response)  # derived when read, as the staleness policy is
-    return BatchSample(row, about, prompt_ids, response, shared, unscored)
+def _forked(
+    row: Any, prompt: responses.Run, runs: dict[int, responses.Runs]
+) -> tuple[responses.Run, responses.Runs, int]:
+    """(prompt, response, response tokens that it shares with its parent) of a fork."""
+    prompt_ids, response = forks.delivered(row, responses.ids([prompt]), runs, runs[row.id][0].size)
+    shared = 0 if row.parent_upto is None else responses.length(response) - responses.length(runs[row.id])
+    return responses.prompt(codec.ids_bytes(prompt_ids)), response, shared
+
+
+def _masks(policy: dict[str, Any]) -> bool:
+    """Whether it takes tokens out of the loss."""
+    return policy["stale"] == StalePolicy.MASK or bool(policy.get("mask_offpolicy"))
 
 
 class _Loss:
@@ -184,14 +191,13 @@ class _Loss:
 
     def __init__(self, policy: dict[str, Any], behind: dict[int, int]) -> None:
         self._behind, self._window = behind, policy["max_staleness"]
-        self._masks = policy["stale"] == StalePolicy.MASK
+        self._masks, self._by_age = _masks(policy), policy["stale"] == StalePolicy.MASK
         self._offpolicy = bool(policy.get("mask_offpolicy"))
-        self.needs_logprobs = bool(policy.get("need_logprobs", True))
 
-    def trained(self, pieces: Sequence[Any]) -> list[bool]:
-        """Of a sample's segments in order."""
-        if not (self._masks or self._offpolicy):
-            return [bool(piece.loss) for piece in pieces]
+    def trained(self, pieces: Sequence[Any]) -> list[bool] | None:
+        """Of a sample's segments in order. None: as they were stored."""
+        if not self._masks:
+            return None
         since = masks.resumed_at(pieces) if self._offpolicy else 0
         return [
             self._in_window(piece) and (place >= since or piece.kind != SegmentKind.GENERATED)
@@ -201,28 +207,16 @@ class _Loss:
     def _in_window(self, piece: Any) -> bool:
         """Tokens beyond the window carry no gradient. No weights made those of an environment, so they are behind
         none."""
-        if not (self._masks and piece.kind == SegmentKind.GENERATED):
+        if not (self._by_age and piece.kind == SegmentKind.GENERATED):
             return bool(piece.loss)
         return bool(piece.loss) and self._behind.get(piece.version_min, self._window + 1) <= self._window
 
 
-def _n_trained(row: Any, marks: dict[int, list[Any]], trained: dict[int, list[bool]]) -> int:
+def _n_trained(row: Any, marks: Sequence[Any], trained: Sequence[bool] | None) -> int:
     """A sample's own trained tokens. The first segment of a fork with a prompt of its own is that prompt."""
-    sizes = [piece.n_tokens for piece in marks.get(row.id, ())]
-    if row.parent_id is not None and row.parent_upto is None:
-        sizes[:1] = [0]
-    return sum(compress(sizes, trained.get(row.id, ())))
-
-
-def _runs(sample_id: int, pieces: Sequence[Any], trained: Sequence[bool], needs_logprobs: bool) -> responses.Runs:
-    """The response of a sample, a run for each segment. Raises MissingLogprobs."""
-    runs = []
-    for piece, taken in zip(pieces, trained, strict=True):
-        tokens, probs = codec.decode(piece.payload)
-        if probs is None:
-            if taken and needs_logprobs:
-                raise MissingLogprobs(sample_id)
-            probs = np.zeros(tokens.size, np.float32)
-        version = piece.version_min
-        runs.append(responses.Run(tokens, probs, taken, -1 if version is None else version))
-    return tuple(runs)
+    own = 1 if row.parent_id is not None and row.parent_upto is None else 0
+    n = 0
+    for place, piece in enumerate(marks):
+        if place >= own and (piece.loss if trained is None else trained[place]):
+            n += piece.n_tokens
+    return n

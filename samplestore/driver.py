@@ -33,6 +33,8 @@ class Answer:
 
     def fetchall(self) -> Sequence[Any]:
         make = _row_maker(tuple(column[0] for column in self.cursor.description))
+        if hasattr(self.cursor, "__next__"):  # SQLite's: a row that is named is let go before the next is read
+            return list(map(make, self.cursor))
         return list(map(make, self.cursor.fetchall()))
 
     def one_or_none(self) -> Any:

@@ -215,29 +215,17 @@ def _groups(connection: sa.Connection, run: Transactor, ids: Sequence[int], step
             .order_by(sample.c.group_id, sample.c.index)
         ).fetchall()  # fmt: skip
         roots = {row.id: row._mapping["index"] for row in of_part}
-        runs = {id: _runs(parts[id]) for id in roots}
+        runs = {id: responses.of(parts[id], missing=np.nan) for id in roots}
         for row in of_part:
             prompt_ids, response = codec.ids_from(row.prompt_ids), runs[row.id]
             if row.parent_id is not None:
                 if row.parent_upto is None and not response:
                     continue  # nothing is there, not even its prompt
-                own_prompt = 0 if row.parent_upto is not None else response[0].ids.size
+                own_prompt = 0 if row.parent_upto is not None else response[0].size
                 prompt_ids, response = forks.delivered(row, prompt_ids, runs, own_prompt)
             place = row.number * run.settings.samples_per_prompt + roots[row.parent_id or row.id]
             made[row.group_id].append(_sample(row, prompt_ids, response, place, steps, decode))
     return made
-
-
-def _runs(pieces: Sequence[Any]) -> responses.Runs:
-    """Log-probs are NaN where a trained token has none."""
-    found = []
-    for piece in pieces:
-        ids, probs = codec.decode(piece.payload)
-        if probs is None:
-            probs = np.full(ids.size, np.nan if piece.loss else 0.0, np.float32)
-        version = -1 if piece.version_min is None else piece.version_min
-        found.append(responses.Run(ids, probs, bool(piece.loss), version))
-    return tuple(found)
 
 
 def _sample(

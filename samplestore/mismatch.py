@@ -122,7 +122,7 @@ def on_response(sample: BatchSample, rows: npt.NDArray[Any], present: npt.NDArra
 def _has_logprobs(sample: BatchSample) -> npt.NDArray[np.bool_]:
     """Which tokens came with a log-prob. A segment without has 0 everywhere; so has one of nothing but certainties,
     which tells nothing about a mismatch either."""
-    sizes = [run.ids.size for run in sample.runs]
+    sizes = [run.size for run in sample.runs]
     return np.repeat(np.array([bool(run.logprobs.any()) for run in sample.runs], np.bool_), sizes)
 
 

@@ -88,12 +88,12 @@ class HookSample:
 
     @cached_property
     def loss_mask(self) -> list[int]:
-        return [int(run.trained) for run in self.runs for _ in range(run.ids.size)]
+        return [int(run.trained) for run in self.runs for _ in range(run.size)]
 
     @cached_property
     def rollout_log_probs(self) -> list[float] | None:
-        found = [value for run in self.runs for value in run.logprobs.tolist()]
-        return None if np.isnan(found).any() else found
+        found = responses.logprobs(self.runs)
+        return None if np.isnan(found).any() else list(found.tolist())
 
     @property
     def effective_response_length(self) -> int:

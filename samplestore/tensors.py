@@ -46,6 +46,7 @@ from samplestore.words import amount
 Arrays = dict[str, npt.NDArray[Any]]
 Lengths = npt.NDArray[np.int64]
 LAYOUTS = ("packed", "padded")
+JOINED = 128  # runs that are joined at once: what holds them meanwhile is small, and stays in the processor's cache
 PER_TOKEN: dict[str, tuple[Any, Any]] = {
     "tokens": (np.int64, 0),
     "position_ids": (np.int64, 0),
@@ -58,22 +59,22 @@ PER_TOKEN: dict[str, tuple[Any, Any]] = {
 class BatchSample:
     """One trajectory of a batch, n response tokens. It can be pickled.
 
-    prompt_ids  int32 [p]
-    runs        the response, as samplestore.responses keeps it; what is [n] is made of it when asked for
+    prompt      its tokens, p of them, as samplestore.responses keeps them
+    runs        the response in the same way; what is [p] or [n] is made of them when asked for
     shared      response tokens at its front that belong to what it was forked from
     unscored    the run gives rewards, and this one could not be read: loss_mask is 0 everywhere
     """
 
     def __init__(
-        self, row: Any, about: Any, prompt_ids: Ids, runs: responses.Runs, shared: int = 0, unscored: bool = False
+        self, row: Any, about: Any, prompt: responses.Run, runs: responses.Runs, shared: int = 0, unscored: bool = False
     ) -> None:
         """row, about   of the sample, and of its group with its prompt: the rest is read from them when asked for, for
         a batch has thousands of samples, and few of their fields are looked at"""
         self._row, self._about = row, about
-        self.prompt_ids, self.runs, self.shared, self.unscored = prompt_ids, runs, shared, unscored
+        self.prompt, self.runs, self.shared, self.unscored = prompt, runs, shared, unscored
 
     def __repr__(self) -> str:
-        tokens = f"{self.prompt_ids.size:,} + {amount(responses.length(self.runs), 'token')}"
+        tokens = f"{self.prompt.size:,} + {amount(responses.length(self.runs), 'token')}"
         return f"<BatchSample {self.group_number}/{self.index}: {tokens}, {self.status}, reward {self.reward}>"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,6 +139,11 @@ class BatchSample:
         return reason
 
     @cached_property
+    def prompt_ids(self) -> Ids:
+        """int32 [p]"""
+        return responses.ids([self.prompt])
+
+    @cached_property
     def response_ids(self) -> Ids:
         """int32 [n]"""
         return responses.ids(self.runs)
@@ -145,20 +151,17 @@ class BatchSample:
     @cached_property
     def logprobs(self) -> Floats:
         """float32 [n]; 0.0 where a token has none (loss_mask is 0 there)."""
-        return np.concatenate([run.logprobs for run in self.runs]) if self.runs else np.empty(0, np.float32)
+        return responses.logprobs(self.runs)
 
     @cached_property
     def loss_mask(self) -> npt.NDArray[np.uint8]:
         """uint8 [n]; after the batch's staleness policy."""
-        return self._repeated([run.trained for run in self.runs], np.uint8)
+        return responses.loss_mask(self.runs)
 
     @cached_property
     def versions(self) -> Ids:
         """int32 [n]; -1 where unknown or not generated."""
-        return self._repeated([run.version for run in self.runs], np.int32)
-
-    def _repeated(self, values: list[Any], dtype: Any) -> npt.NDArray[Any]:
-        return np.repeat(np.array(values, dtype), [run.ids.size for run in self.runs])
+        return responses.versions(self.runs)
 
 
 @dataclass(frozen=True)
@@ -177,70 +180,78 @@ class Whole:
     trained: Lengths
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[int, int, int, float, int]]) -> Whole:
-        """From (sample id, group id, rollout id, reward, trained tokens) of each sample."""
-        samples, groups, rollouts, rewards, trained = zip(*rows, strict=True) if rows else ((), (), (), (), ())
-        ids = [np.array(column, np.int64) for column in (samples, groups, rollouts)]
-        return cls(ids[0], ids[1], ids[2], np.array(rewards, np.float32), np.array(trained, np.int64))
+    def of(cls, rows: Sequence[Any], rewards: Sequence[float], trained: Sequence[int]) -> Whole:
+        """From the rows of the samples (id, group_id, parent_id), and the other two of each."""
+        ids = np.array([row.id for row in rows], np.int64)
+        groups = np.array([row.group_id for row in rows], np.int64)
+        rollouts = np.array([row.parent_id or row.id for row in rows], np.int64)
+        return cls(ids, groups, rollouts, np.array(rewards, np.float32), np.array(trained, np.int64))
 
     def places(self, samples: Sequence[BatchSample]) -> npt.NDArray[np.intp]:
         """Where these samples stand in the batch. Raises InvalidSetting."""
-        at = {id: place for place, id in enumerate(self.sample_ids.tolist())}
-        if strange := [sample.sample_id for sample in samples if sample.sample_id not in at]:
+        all_of_it, ids = self.sample_ids.tolist(), [sample.sample_id for sample in samples]
+        if ids == all_of_it:
+            return np.arange(len(ids))
+        at = {id: place for place, id in enumerate(all_of_it)}
+        if strange := [id for id in ids if id not in at]:
             raise InvalidSetting("samples", strange, "samples of this batch: batch.samples, batch.micro_batches(...)")
-        return np.array([at[sample.sample_id] for sample in samples], dtype=np.intp)
+        return np.array([at[id] for id in ids], dtype=np.intp)
 
-    def mask_sums(self) -> Floats:
-        """Trained tokens of the rollout that each sample belongs to, float32 [N]."""
-        _, place = np.unique(self.rollout_ids, return_inverse=True)
-        return np.bincount(place, weights=self.trained)[place].astype(np.float32) if place.size else self.rewards[:0]
+    def of_rollouts(self) -> tuple[Floats, int]:
+        """(trained tokens of the rollout that each sample belongs to, float32 [N]; how many rollouts there are)."""
+        rollouts, place = np.unique(self.rollout_ids, return_inverse=True)
+        return np.bincount(place, self.trained, rollouts.size)[place].astype(np.float32), rollouts.size
 
 
 def arrays(samples: Sequence[BatchSample], whole: Whole, layout: str = "packed", method: str = "grpo") -> Arrays:
     """numpy arrays of `samples` as the module says. Raises InvalidSetting for another layout or method, and for samples
     of another batch."""
     one_of("layout", layout, LAYOUTS)
-    prompts = np.array([s.prompt_ids.size for s in samples], dtype=np.int64)
-    answers = np.array([responses.length(s.runs) for s in samples], dtype=np.int64)
-    result = _packed(samples, prompts + answers)
+    result, prompts, lengths = _packed(samples)
     if layout == "padded":
-        result = _padded(result, prompts + answers)
+        result = _padded(result, lengths)
     mine = whole.places(samples)
+    mask_sums, n_rollouts = whole.of_rollouts()
     result |= {
         "prompt_lengths": prompts,
-        "response_lengths": answers,
+        "response_lengths": lengths - prompts,
         "rewards": whole.rewards[mine],
         "advantages": advantages(whole.rewards, whole.group_ids, method, whole.rollout_ids)[mine],
         "group_ids": whole.group_ids[mine],
         "sample_ids": whole.sample_ids[mine],
         "rollout_ids": whole.rollout_ids[mine],
-        "rollout_mask_sums": whole.mask_sums()[mine],
+        "rollout_mask_sums": mask_sums[mine],
         "n_trained_tokens": np.array(whole.trained.sum(), np.int64),
-        "n_rollouts": np.array(np.unique(whole.rollout_ids).size, np.int64),
+        "n_rollouts": np.array(n_rollouts, np.int64),
     }
     return result
 
 
-def _packed(samples: Sequence[BatchSample], lengths: Lengths) -> Arrays:
-    """All at once, not sample by sample: what a sample costs is a numpy call for each of its arrays."""
-    ends = np.concatenate([[0], np.cumsum(lengths)])
-    longest = int(lengths.max(initial=0))
-    places, none = np.arange(longest), np.zeros(longest, np.float32)
-    unknown = PER_TOKEN["weight_versions"][1]
-    parts: list[tuple[Ids, Floats, bool, int]] = [(np.empty(0, np.int32), none[:0], False, unknown)]
+def _packed(samples: Sequence[BatchSample]) -> tuple[Arrays, Lengths, Lengths]:
+    """(arrays, tokens of each prompt, tokens of each sample). All at once, not sample by sample: what a sample costs is
+    a call of numpy for each of its arrays."""
+    parts: list[responses.Run] = []
+    first = []  # of each sample, among the parts
     for sample in samples:
-        prompt = sample.prompt_ids
-        parts.append((prompt, none[: prompt.size], False, unknown))
-        parts.extend(sample.runs)
-    ids, logprobs, trained, versions = zip(*parts, strict=True)
-    sizes = np.array([part.size for part in ids])
-    made = _in_one_block(int(ends[-1]))
-    np.concatenate(ids, out=made["tokens"])
-    np.concatenate([places[:0], *(places[:length] for length in lengths.tolist())], out=made["position_ids"])
-    np.concatenate(logprobs, out=made["rollout_log_probs"])
+        first.append(len(parts))
+        parts.append(sample.prompt)
+        parts += sample.runs
+    ids, logprobs, trained, versions = zip(*parts, strict=True) if parts else ((), (), (), ())
+    sizes = np.array([*map(len, ids)], np.int64) // 4
+    lengths = np.add.reduceat(sizes, first) if first else sizes
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    made, at = _in_one_block(int(ends[-1])), 0
+    for place in range(0, len(parts), JOINED):
+        some = slice(place, place + JOINED)
+        stop = at + int(sizes[some].sum())
+        made["tokens"][at:stop] = responses.joined(ids[some], "<i4")
+        made["rollout_log_probs"][at:stop] = responses.joined(logprobs[some], "<f4")
+        at = stop
+    places = np.arange(int(lengths.max(initial=0)))
+    np.concatenate([places[:0], *[places[:length] for length in lengths.tolist()]], out=made["position_ids"])
     made["loss_mask"][:] = np.repeat(np.array(trained, np.float32), sizes)
     made["weight_versions"][:] = np.repeat(np.array(versions, np.int32), sizes)
-    return {**made, "cu_seqlens": ends.astype(np.int32)}
+    return {**made, "cu_seqlens": ends.astype(np.int32)}, sizes[first], lengths
 
 
 def _in_one_block(size: int) -> Arrays:
@@ -272,7 +283,7 @@ def named(
     """A named array as NAME [T, ...] or [B, L, ...], 0 where a token has no row, and NAME_present (uint8) of the same
     first dimensions. parts: (rows, present) by sample id; the last row is of the last token, of routed experts of the
     one before it. like: no rows, of the dtype and shape that the batch has."""
-    lengths = np.array([s.prompt_ids.size + responses.length(s.runs) for s in samples], dtype=np.int64)
+    lengths = np.array([s.prompt.size + responses.length(s.runs) for s in samples], dtype=np.int64)
     ends = np.cumsum(lengths)
     tables = [like, *(rows for rows, _ in parts.values())]
     if len({table.shape[1:] for table in tables}) > 1:
@@ -303,7 +314,7 @@ def per_sample(samples: Sequence[BatchSample], values: Any, name: str) -> list[F
              a sequence of [n], one a sample. numpy or torch
     Raises InvalidSegment for another shape.
     """
-    prompts = np.array([s.prompt_ids.size for s in samples], dtype=np.int64)
+    prompts = np.array([s.prompt.size for s in samples], dtype=np.int64)
     answers = np.array([responses.length(s.runs) for s in samples], dtype=np.int64)
     lengths = prompts + answers
     if isinstance(values, Sequence):

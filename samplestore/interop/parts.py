@@ -31,7 +31,7 @@ def rewards_of(samples: Sequence[BatchSample]) -> list[float]:
 
 def versions_of(one: BatchSample) -> tuple[int | None, int | None]:
     """(oldest, newest) weight version of its tokens; None where none is known."""
-    known = [run.version for run in one.runs if run.version >= 0 and run.ids.size]
+    known = [run.version for run in one.runs if run.version >= 0 and run.size]
     return (min(known), max(known)) if known else (None, None)
 
 

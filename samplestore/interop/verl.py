@@ -103,7 +103,7 @@ def _objects(samples: Sequence[BatchSample]) -> dict[str, npt.NDArray[Any]]:
 
 def _turns(one: BatchSample) -> int:
     """Stretches of the response that a model made."""
-    by_model = [run.version >= 0 or run.trained for run in one.runs if run.ids.size]
+    by_model = [run.version >= 0 or run.trained for run in one.runs if run.size]
     return sum(now and not before for before, now in zip([False, *by_model], by_model, strict=False))
 
 

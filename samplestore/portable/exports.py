@@ -14,7 +14,6 @@ from itertools import islice
 from shlex import quote
 from typing import Any, NamedTuple
 
-import numpy as np
 import sqlalchemy as sa
 
 from samplestore import arguments, codec, forks, responses
@@ -255,19 +254,20 @@ def _group(run: Transactor, uuid: str, read: _Read, group_id: int) -> Iterator[P
         return  # pruned
     rows = read.samples[group_id]
     index_of = {row.id: row._mapping["index"] for row in rows}
-    runs = {row.id: tuple(_run(s) for s in read.segments.get(row.id, ())) for row in rows}
+    segments = {row.id: read.segments.get(row.id, ()) for row in rows}
+    runs = {id: responses.of(pieces) for id, pieces in segments.items()}
     group_prompt = codec.ids_from(about.prompt_ids)
     first_place = about.number * run.settings.samples_per_prompt
     for row in rows:
         parent = None if row.parent_id is None else index_of[row.parent_id]
         own_prompt = 0
         if parent is not None:
-            own_prompt = runs[row.id][0].ids.size if row.parent_upto is None and runs[row.id] else 0
+            own_prompt = runs[row.id][0].size if row.parent_upto is None and runs[row.id] else 0
             prompt_ids, response = forks.delivered(row, group_prompt, runs, own_prompt)
             prompt_ids = prompt_ids if own_prompt or row.parent_upto is not None else group_prompt
         else:
             prompt_ids, response = group_prompt, runs[row.id]
-        pieces = read.segments.get(row.id, ())
+        pieces = segments[row.id]
         shared = responses.until(response, row.parent_upto or 0)
         probs = any(p.payload[:1] == codec.HAS_LOGPROBS for p in pieces) or bool(row.parent_upto)
         yield PortableSample(
@@ -276,26 +276,16 @@ def _group(run: Transactor, uuid: str, read: _Read, group_id: int) -> Iterator[P
             metadata=codec.own(about.meta or {}), tools=codec.own(about.tools),
             template_args=codec.own(about.template_args),
             images=tuple(read.images[d].data_url for d in about.images or ()), response_ids=responses.ids(response),
-            rollout_log_probs=np.concatenate([r.logprobs for r in response]) if probs and response else None,
+            rollout_log_probs=responses.logprobs(response) if probs and response else None,
             pieces=tuple(_piece(p) for p in pieces), status=row.status, finish_reason=row.finish_reason,
             reward=row.reward, rewards=tuple(_reward(s) for s in read.stages.get(row.id, ())), removed=row.removed,
             n_aborts=row.n_aborts, n_resumes=row.n_resumes, group_state=about.state, group_reason=about.reason,
             group_size=about.n_samples, epoch=about.epoch, timeline=about.timeline,
             rollout_id=first_place + (index_of[row.id] if parent is None else parent),
-            parent=parent, parent_upto=row.parent_upto, shared_versions=_versions(shared),
+            parent=parent, parent_upto=row.parent_upto, shared_versions=responses.versions(shared),
             created_at=row.created_at, finished_at=row.finished_at,
             named=tuple(read.arrays.get(row.id, ())),
         )  # fmt: skip
-
-
-def _versions(runs: responses.Runs) -> Any:
-    return np.repeat(np.array([run.version for run in runs], np.int32), [run.ids.size for run in runs])
-
-
-def _run(piece: Any) -> responses.Run:
-    ids, probs = codec.decode(bytes(piece.payload))
-    version = -1 if piece.version_min is None else piece.version_min
-    return responses.Run(ids, np.zeros(ids.size, np.float32) if probs is None else probs, bool(piece.loss), version)
 
 
 def _piece(row: Any) -> Piece:

@@ -75,7 +75,7 @@ def of_batch(
     """
     pieces = tuple(
         Piece(
-            run.ids.size, (SegmentKind.ENVIRONMENT if run.version < 0 else SegmentKind.GENERATED).value,
+            run.size, (SegmentKind.ENVIRONMENT if run.version < 0 else SegmentKind.GENERATED).value,
             int(run.trained), None if run.version < 0 else run.version, None if run.version < 0 else run.version,
         )
         for run in sample.runs

@@ -19,7 +19,7 @@ from samplestore.tensors import BatchSample
 from samplestore.types import Claim
 from tests.support import factory as f
 
-FIELDS = [name for name in (*vars(BatchSample), "prompt_ids", "shared", "unscored") if not name.startswith("_")]
+FIELDS = [name for name in (*vars(BatchSample), "shared", "unscored") if not name.startswith("_")]
 FILL = {"tokens": 0, "position_ids": 0, "loss_mask": 0, "rollout_log_probs": 0, "weight_versions": -1}
 OF_SAMPLES = ("advantages", "rewards", "rollout_mask_sums", "group_ids", "rollout_ids", "sample_ids")
 
