@@ -198,7 +198,9 @@ def main() -> None:
     parser.add_argument("--folder", help="where databases are made; default: the system's temporary folder")
     parser.add_argument("--samples", type=int, default=1_000_000, help="scale: size of the large table")
     parser.add_argument("--churn", type=int, default=10_000, help="scale: claims and finishes before measuring")
-    parser.add_argument("--peers-python", help="peers: a Python that has straw-queue and TransferQueue")
+    parser.add_argument(
+        "--peers-python", type=os.path.abspath, help="peers: a Python that has straw-queue and TransferQueue"
+    )
     given = parser.parse_args()
     plan = Plan(
         given.repeat or (3 if given.quick else 5),
