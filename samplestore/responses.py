@@ -64,7 +64,7 @@ def of(pieces: Sequence[Any], trained: Sequence[bool] | None = None, missing: fl
         if probs is None:
             if taken and missing is None:
                 raise MissingLogprobs(piece.sample_id)
-            probs = np.full(len(tokens) // 4, missing if taken else 0.0, "<f4").tobytes()
+            probs = memoryview(np.full(len(tokens) // 4, missing if taken else 0.0, "<f4").tobytes())
         version = piece.version_min
         made.append(_run((tokens, probs, taken, -1 if version is None else version)))
     return tuple(made)
