@@ -13,7 +13,7 @@ from store_rollouts import Piece
 import samplestore
 from samplestore.run import Run
 from samplestore.types import Claim
-from samplestore.verbs import samples
+from samplestore.verbs import appends, samples
 from samplestore.writer import Writer
 
 
@@ -26,7 +26,7 @@ def append(run: Run, claims: list[Claim], segments: list[Piece], operations: int
         for seq, at in enumerate(range(first, operations, len(claims))):
             ids, probs = segments[at % len(segments)]
             began = time.perf_counter()
-            await writer.submit(samples.append, claim, seq, ids, probs, 0)
+            await writer.submit(appends.append, claim, seq, ids, probs, 0)
             waits.append(time.perf_counter() - began)
 
     async def lanes() -> None:
@@ -63,7 +63,7 @@ def life(run: Run, owner: int, answers: dict[int, list[Piece]], k: int, in_fligh
         finished = 0
         while (claim := await claims.next()) is not None:
             for seq, (ids, probs) in enumerate(answers[claim.sample_id % len(answers)]):
-                await writer.submit(samples.append, claim, seq, ids, probs, 0)
+                await writer.submit(appends.append, claim, seq, ids, probs, 0)
             await writer.submit(samples.finish, claim)
             finished += 1
         return finished

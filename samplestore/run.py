@@ -54,6 +54,7 @@ from samplestore.types import (
 )
 from samplestore.verbs import (
     aborts,
+    appends,
     evaluation,
     filters,
     groups,
@@ -226,7 +227,7 @@ class Run:
         claim: Claim,
         tokens: Any,
         logprobs: Any,
-        version: samples.Version,
+        version: appends.Version,
         finish_reason: str | None = None,
         kind: str = "generated",
         *,
@@ -235,11 +236,11 @@ class Run:
         engine: str | None = None,
         seq: int | None = None,
     ) -> int:
-        """Store the next segment; see verbs.samples.append. `seq` defaults to the claim's next."""
+        """Store the next segment; see verbs.appends.append. `seq` defaults to the claim's next."""
         number = expect(claim, Claim).seq if seq is None else seq
         given = (claim, number, tokens, logprobs, version, finish_reason, kind, loss, rid, engine)
-        calls = samples.prepared([(given, {})])  # before the transaction, for which other processes wait
-        (n,) = self.transact(lambda tx: samples.append_many(tx, calls))
+        calls = appends.prepared([(given, {})])  # before the transaction, for which other processes wait
+        (n,) = self.transact(lambda tx: appends.append_many(tx, calls))
         advance(claim, number, n, finish_reason)
         return n
 

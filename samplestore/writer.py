@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from samplestore.verbs import episodes, requests, samples, stages
+from samplestore.verbs import appends, episodes, requests, samples, stages
 from samplestore.verbs.together import LOCKS_GROUP, Verb, Write, perform, prepared
 from samplestore.verbs.tx import Transactor
 
@@ -20,9 +20,9 @@ Call = tuple[Any, ...]  # a verb and its arguments, all but the transaction; the
 # Verbs on one claim may share a commit. All others (claim, admit, ...) lock workers or runs, which come before groups
 # in the lock order, and so have a commit of their own.
 SHARES: frozenset[Verb] = LOCKS_GROUP | {
-    samples.append,
+    appends.append,
     samples.release,
-    samples.note_abort,
+    appends.note_abort,
     requests.begin_request,
     requests.end_request,
     episodes.touch,

@@ -19,7 +19,7 @@ from samplestore.errors import EpisodeTruncated, InvalidSetting
 from samplestore.queries.episodes import DONE, Record, RecordedCall
 from samplestore.run import advance
 from samplestore.types import Ids
-from samplestore.verbs import samples
+from samplestore.verbs import appends
 from samplestore.workers.chat import Conversation, TemplateChanged, after
 from samplestore.workers.episode_calls import Call, Calls
 from samplestore.workers.episode_steps import Replay, Steps, Unknown, bounded
@@ -257,7 +257,7 @@ class Context:
         stop = self._calls.at + int(kept.size)
         writes: list[Any] = []
         if kept.size:
-            writes.append((samples.append, claim, seq, kept, None, None, None, "environment"))
+            writes.append((appends.append, claim, seq, kept, None, None, None, "environment"))
         writes.append(call.noted(asked, {"cut": cut}, stop))
         await self._turns.host.write_together(writes)
         if kept.size:

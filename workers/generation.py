@@ -16,7 +16,7 @@ import numpy as np
 from samplestore.errors import InvalidSegment, LeaseLost, SequenceConflict
 from samplestore.run import advance
 from samplestore.types import Claim, RequestInfo, StageClaim
-from samplestore.verbs import requests, samples
+from samplestore.verbs import appends, requests, samples
 from samplestore.words import amount
 from samplestore.workers.dispatch import Target
 from samplestore.workers.engine_client import EngineClient, Reply
@@ -238,7 +238,7 @@ class Request:
                 experts = await asyncio.to_thread(self.limits.prepare_array, "routed_experts", experts, n)
             then.append((samples.attach, claim, "routed_experts", experts, n, self.first_row))
         if reason == "abort" and claim.n_tokens and not parts:  # else the last segment tells it
-            then.append((samples.note_abort, claim, self.why_aborted(self.reader.totals.label), self.rid))
+            then.append((appends.note_abort, claim, self.why_aborted(self.reader.totals.label), self.rid))
         then.append(self._end(None, made))
         ids = self.pending.ids if self.pending.ids else claim.response_ids
         ends = None if reason == "abort" else self.closing(made, reason, int(ids[-1]) if len(ids) else -1)
@@ -380,7 +380,7 @@ class Request:
             ids, probs = self.pending.part(start, stop)
             ended = reason if stop == len(self.pending.ids) else None
             calls.append((
-                samples.append, claim, claim.seq + number, ids, probs, await self._version(labels), ended, "generated",
+                appends.append, claim, claim.seq + number, ids, probs, await self._version(labels), ended, "generated",
                 None, self.rid, None, self.why_aborted(labels[0]),
             ))  # fmt: skip
         results = await self.together([*calls, *then])

@@ -20,7 +20,7 @@ from samplestore.errors import MissingExtra, SampleStoreError
 from samplestore.queries.metric_names import NAMES, PREFIX
 from samplestore.queries.metrics import why_lost
 from samplestore.run import Run
-from samplestore.verbs import episodes, fanout, filters, requests, samples, stages, steps
+from samplestore.verbs import appends, episodes, fanout, filters, requests, samples, stages, steps
 from samplestore.verbs.tx import Tx
 
 log = logging.getLogger("samplestore.metrics")
@@ -161,8 +161,8 @@ def _claimed(what: str) -> Any:
 
 
 _COUNTED: dict[Any, Callable[[WorkerMetrics, Sequence[Any], Any], None]] = {
-    samples.append: WorkerMetrics._appended,
-    samples.note_abort: _adds("aborts"),
+    appends.append: WorkerMetrics._appended,
+    appends.note_abort: _adds("aborts"),
     samples.finish: _adds("samples", "finished"),
     episodes.finish: _adds("samples", "finished"),
     fanout.end_all: lambda m, args, result: m.add(m.samples, len(args[1]), "finished"),

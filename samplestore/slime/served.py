@@ -25,7 +25,7 @@ from samplestore.slime import objects, readable
 from samplestore.states import CLAIMABLE, FINISHED, SampleStatus, SegmentKind, StalenessMode, StalePolicy
 from samplestore.tokenizers import Tokenizer
 from samplestore.types import Claim
-from samplestore.verbs import batches, flow, prompts, stages
+from samplestore.verbs import appends, batches, flow, prompts, stages
 from samplestore.verbs import samples as verbs
 from samplestore.verbs.tx import Tx
 from samplestore.words import amount
@@ -219,7 +219,7 @@ class Served:
             for place, piece in enumerate(pieces):
                 generated = piece.loss == 1 or bool(np.any(piece.logprobs))
                 reason = REASONS.get(status) if place == len(pieces) - 1 else None
-                verbs.append(
+                appends.append(
                     tx, claim, claim.seq + place, piece.ids, piece.logprobs if generated else None, version, reason,
                     (SegmentKind.GENERATED if generated else SegmentKind.ENVIRONMENT).value, piece.loss,
                     abort_reason="slime",

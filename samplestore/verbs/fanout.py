@@ -24,7 +24,7 @@ from samplestore.queries.episodes import DONE
 from samplestore.statements import samples as st
 from samplestore.states import SampleStatus, StageStatus
 from samplestore.types import Claim, Ids, StageClaim
-from samplestore.verbs import episodes, groups, rollouts, samples, stages
+from samplestore.verbs import appends, episodes, groups, rollouts, samples, stages
 from samplestore.verbs.tx import Tx
 
 sample, group, stage, step = (t.__table__ for t in (Sample, SampleGroup, Stage, EpisodeStep))
@@ -58,7 +58,7 @@ def fork(
         episodes.note(tx, claim, number, FORK, "", key, asked, {"child": made}, claim.n_tokens, claim.n_tokens)
     child = take(tx, claim, made)
     if own_prompt is not None and child.seq == 0:
-        samples.append(tx, child, 0, own_prompt, None, None, None, "environment")
+        appends.append(tx, child, 0, own_prompt, None, None, None, "environment")
         child = _with_tokens(replace(child, seq=1, n_tokens=int(own_prompt.size)), own_prompt)
     return child
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from samplestore.errors import SampleStoreError
-from samplestore.verbs import requests, samples, stages
+from samplestore.verbs import appends, requests, samples, stages
 from samplestore.verbs.tx import Call, Tx
 
 Verb = Callable[..., Any]
 
 # Each sample may be in such a call once.
 MANY: dict[Verb, Callable[[Tx, Sequence[Call]], list[Any]]] = {
-    samples.append: samples.append_many,
+    appends.append: appends.append_many,
     samples.finish: samples.finish_many,
     requests.begin_request: requests.begin_many,
     requests.end_request: requests.end_many,
@@ -40,10 +40,10 @@ def prepared(writes: Sequence[Write]) -> list[Write]:
     """What can be done of them before the transaction. On SQLite all other processes wait while one is open. Where an
     append is refused they stay as they are: what is wrong is told in the transaction, by the first of them."""
     made = list(writes)
-    places = [place for place, write in enumerate(writes) if write.verb is samples.append]
+    places = [place for place, write in enumerate(writes) if write.verb is appends.append]
     if places:
         with contextlib.suppress(SampleStoreError):
-            calls = samples.prepared([writes[place].call for place in places])
+            calls = appends.prepared([writes[place].call for place in places])
             for place, call in zip(places, calls, strict=True):
                 made[place] = writes[place]._replace(call=call)
     return made

@@ -16,7 +16,7 @@ from samplestore.portable import samples as portable
 from samplestore.portable.exports import Selection
 from samplestore.run import Run, advance
 from samplestore.types import Claim
-from samplestore.verbs import fanout, samples, stages
+from samplestore.verbs import appends, fanout, samples, stages
 from samplestore.verbs.tx import Tx
 
 from ..support import factory as f
@@ -81,7 +81,7 @@ def lived(store: Store, name: str = "lived", **settings: Any) -> Run:
 
 def together(run: Run, rows: list[tuple[Any, ...]]) -> None:
     """Appends in one transaction: (claim, seq, tokens, log-probs, version, finish reason, kind)."""
-    run.transact(lambda tx: [samples.append(tx, *row, None, None, None) for row in rows])
+    run.transact(lambda tx: [appends.append(tx, *row, None, None, None) for row in rows])
     for claim, seq, tokens, _, _, reason, _ in rows:
         advance(claim, seq, len(tokens), reason)
 

@@ -27,7 +27,7 @@ from samplestore.errors import (
 from samplestore.heart import Heart
 from samplestore.run import Run
 from samplestore.types import RequestInfo
-from samplestore.verbs import episodes, samples, stages
+from samplestore.verbs import appends, episodes, samples, stages
 from samplestore.writer import Writer
 
 from ..support import factory as f
@@ -108,15 +108,15 @@ def test_what_is_no_claim_is_told_where_claims_come_from(store: Store) -> None:
 @pytest.mark.parametrize(
     ("verb", "args"),
     [
-        (samples.append, (0, [1], [-0.1], 0)), (samples.finish, ()), (samples.release, ("why",)),
-        (samples.note_abort, ("why",)), (episodes.touch, ()), (stages.release_stage, ()), (stages.score, (1.0,)),
+        (appends.append, (0, [1], [-0.1], 0)), (samples.finish, ()), (samples.release, ("why",)),
+        (appends.note_abort, ("why",)), (episodes.touch, ()), (stages.release_stage, ()), (stages.score, (1.0,)),
     ],
 )  # fmt: skip
 def test_what_is_no_claim_fails_alone_in_a_commit_with_others(store: Store, verb: Any, args: tuple[Any, ...]) -> None:
     run, claim, _ = staged(store)
     writer = Writer(run)
     asked = [writer.submit(verb, given, *args) for given in NO_CLAIMS]
-    good = writer.submit(samples.append, claim, 0, [1], [-0.1], 0)
+    good = writer.submit(appends.append, claim, 0, [1], [-0.1], 0)
     writer.close()
     assert good.result() == 1
     assert {type(one.exception()) for one in asked} == {InvalidSetting}

@@ -17,7 +17,7 @@ from samplestore.engine import Database
 from samplestore.errors import LeaseLost
 from samplestore.run import Run
 from samplestore.types import RequestInfo
-from samplestore.verbs import weights
+from samplestore.verbs import appends, weights
 
 from ..support import factory as f
 
@@ -209,7 +209,7 @@ def test_a_group_commit_may_run_twice(store: Store, monkeypatch: pytest.MonkeyPa
     claims = run.claim(f.register(run), 8)
     with lost_acknowledgements(monkeypatch):
         writer = Writer(run)
-        futures = [writer.submit(samples.append, c, 0, f.ids_of(2), f.logprobs_of(2), 0) for c in claims]
+        futures = [writer.submit(appends.append, c, 0, f.ids_of(2), f.logprobs_of(2), 0) for c in claims]
         futures += [writer.submit(samples.finish, c) for c in claims]
         for future in futures:
             future.result(30)
@@ -245,13 +245,13 @@ def test_the_end_of_a_reply_may_be_written_twice(store: Store, monkeypatch: pyte
     claim = run.claim(f.register(run), 1)[0]
     run.begin_request(claim, "rid")
     calls: list[tuple[Any, ...]] = [
-        (samples.append, claim, 0, f.ids_of(3), f.logprobs_of(3), 0, "stop", "generated", None, "rid"),
+        (appends.append, claim, 0, f.ids_of(3), f.logprobs_of(3), 0, "stop", "generated", None, "rid"),
         (requests.end_request, RequestInfo("rid", generated_tokens=3, finish_reason=ended)),
         (samples.finish, claim, None, "stop", True),
     ]
     if ended == "abort":  # everything was stored before: nothing but the abort itself is to be told
         run.append(claim, f.ids_of(3), f.logprobs_of(3), 0, rid="rid")
-        calls = [(samples.note_abort, claim, "late", "rid"), calls[1]]
+        calls = [(appends.note_abort, claim, "late", "rid"), calls[1]]
     writer = Writer(run)
     with lost_acknowledgements(monkeypatch):
         results = writer.submit_together(calls).result(30)

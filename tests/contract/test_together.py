@@ -14,7 +14,7 @@ from samplestore import Store, codec
 from samplestore.errors import InvalidSegment, LeaseLost
 from samplestore.run import Run
 from samplestore.types import Claim, RequestInfo
-from samplestore.verbs import requests, samples
+from samplestore.verbs import appends, requests, samples
 from samplestore.verbs.together import Write, perform
 from samplestore.verbs.tx import Contested, Tx
 from samplestore.writer import Writer
@@ -27,7 +27,7 @@ def write(verb: Any, claim: Claim, *args: Any, **kwargs: Any) -> Write:
 
 
 def append(claim: Claim, seq: int, n: int = 3, **more: Any) -> Write:
-    return write(samples.append, claim, seq, f.ids_of(n), f.logprobs_of(n), 0, **more)
+    return write(appends.append, claim, seq, f.ids_of(n), f.logprobs_of(n), 0, **more)
 
 
 def ended(rid: str, generated: int) -> Write:
@@ -42,7 +42,7 @@ def mixed(claims: list[Claim]) -> list[Write]:
         done += [
             write(requests.begin_request, claim, rid, "engine", 1.0, False),
             append(claim, 0, 3 + i, rid=rid),
-            write(samples.append, claim, 1, [7, 8], None, 0, kind="environment"),
+            write(appends.append, claim, 1, [7, 8], None, 0, kind="environment"),
             append(
                 claim, 2, 2, rid=rid, finish_reason=("stop", "length", "abort", None)[i % 4], abort_reason="weights"
             ),
@@ -130,8 +130,8 @@ def test_the_writer_fails_only_the_refused_ones(store: Store) -> None:
     f.add(run, claims[2], 3)
     writer = Writer(run)
     with run.database.writing():  # so that all wait for one commit
-        futures = [writer.submit(samples.append, c, 0, f.ids_of(3), f.logprobs_of(3), 0) for c in claims[:5]]
-        futures.append(writer.submit(samples.append, claims[5], 0, [1, 2], [0.0], 0))
+        futures = [writer.submit(appends.append, c, 0, f.ids_of(3), f.logprobs_of(3), 0) for c in claims[:5]]
+        futures.append(writer.submit(appends.append, claims[5], 0, [1, 2], [0.0], 0))
     writer.close()
     assert [type(future.exception(1)) for future in futures] == [
         type(None), LeaseLost, type(None), type(None), type(None), InvalidSegment,
@@ -217,7 +217,7 @@ def test_groups_are_written_side_by_side_on_postgresql(postgres_url: str) -> Non
         other = next(claim for claim in claims if claim.group_id % 2 != slow.group_id % 2)
         writer, go = Writer(run), threading.Event()
         waits = writer.submit(lambda tx, claim: go.wait(30), slow)
-        assert writer.submit(samples.append, other, 0, f.ids_of(3), f.logprobs_of(3), 0).result(20) == 3
+        assert writer.submit(appends.append, other, 0, f.ids_of(3), f.logprobs_of(3), 0).result(20) == 3
         assert not waits.done()
         go.set()
         assert waits.result(30)
@@ -236,7 +236,7 @@ def test_a_lane_that_died_holds_up_nobody(postgres_url: str) -> None:
         loop = asyncio.new_event_loop()
         writer = Writer(run, loop=loop)
         loop.close()
-        writer.submit(samples.append, odd, 0, f.ids_of(3), f.logprobs_of(3), 0)
+        writer.submit(appends.append, odd, 0, f.ids_of(3), f.logprobs_of(3), 0)
         writer.submit(lambda tx, _: None, None)
         ends = threading.Thread(target=writer.close, daemon=True)
         ends.start()
@@ -250,10 +250,10 @@ def test_writes_together_tell_the_first_that_is_refused(store: Store) -> None:
     claim, other = run.claim(f.register(run), 2)
     run.release(claim, "given back")
     writer = Writer(run)
-    good, bad = (samples.append, claim, 0, [1], [-0.5], 0), (samples.append, claim, 1, [1], [float("nan")], 0)
+    good, bad = (appends.append, claim, 0, [1], [-0.5], 0), (appends.append, claim, 1, [1], [float("nan")], 0)
     with run.database.writing():  # so that all wait for one commit
         futures = [writer.submit_together(calls) for calls in ([good, bad], [bad, good])]
-        fine = writer.submit(samples.append, other, 0, [1], [-0.5], 0)
+        fine = writer.submit(appends.append, other, 0, [1], [-0.5], 0)
     assert [type(future.exception(30)) for future in futures] == [LeaseLost, InvalidSegment]
     assert fine.result(30) == 1
     writer.close()
@@ -287,7 +287,7 @@ def test_segments_are_looked_through_before_the_transaction(
     assert order == ["encoded", "transaction", "committed"]
     order.clear()
     writer = Writer(run)
-    done = writer.submit_together([(samples.append, c, c.seq, [3], [-0.5], 0) for c in claims])
+    done = writer.submit_together([(appends.append, c, c.seq, [3], [-0.5], 0) for c in claims])
     assert done.result(30) == [1] * n
     writer.close()
     assert order == ["encoded", "transaction", "committed"]

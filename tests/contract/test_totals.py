@@ -19,7 +19,7 @@ from samplestore.run import Run
 from samplestore.statements.totals import MAX_REASONS, OTHER
 from samplestore.states import WorkerState
 from samplestore.types import RequestInfo
-from samplestore.verbs import prune, requests, samples, weights
+from samplestore.verbs import appends, prune, requests, weights
 from samplestore.verbs.recount import recount
 from samplestore.verbs.tx import Contested, Tx
 
@@ -145,7 +145,7 @@ def test_reasons_that_are_all_different_do_not_make_the_totals_grow(run: Run) ->
         (claim,) = run.claim(worker, 1)
         run.begin_request(claim, f"rid {n}", URL)
         f.add(run, claim, 1, rid=f"rid {n}")
-        run.transact(lambda tx: samples.note_abort(tx, claim, f"because of {n}"))
+        run.transact(lambda tx: appends.note_abort(tx, claim, f"because of {n}"))
         run.end_request(RequestInfo(f"rid {n}", generated_tokens=3, lost_reason=f"refused: {n}"))
         run.release(claim, f"free text {n}")
 
@@ -195,7 +195,7 @@ def test_a_request_that_has_ended_takes_no_more_tokens(run: Run) -> None:
     calls = [((c, c.seq, f.ids_of(2), f.logprobs_of(2), 0, None, "generated", None, rid), {})
              for c, rid in ((one, "a"), (other, "b"))]  # fmt: skip
     with pytest.raises(Contested):
-        run.transact(lambda tx: samples.append_many(tx, calls))
+        run.transact(lambda tx: appends.append_many(tx, calls))
     assert f.snapshot(run) == before
     f.add(run, other, 2, rid="b")
     f.add(run, one, 2, rid="never begun")

@@ -20,7 +20,7 @@ from samplestore.errors import LeaseLost, SampleStoreError, WorkerDead
 from samplestore.heart import Heart
 from samplestore.run import Run
 from samplestore.types import Claim
-from samplestore.verbs import liveness, samples
+from samplestore.verbs import appends, liveness, samples
 from samplestore.verbs.tx import Tx
 
 from ..support import factory as f
@@ -128,7 +128,7 @@ def writes(run: Run, claim: Claim) -> dict[str, Callable[[], Any]]:
         "fail": lambda: run.fail(claim, "late"),
         "attach": lambda: run.attach(claim, "values", np.zeros(3, np.float32)),
         "begin_request": lambda: run.begin_request(claim, "late"),
-        "note_abort": lambda: run.transact(lambda tx: samples.note_abort(tx, claim, "late")),
+        "note_abort": lambda: run.transact(lambda tx: appends.note_abort(tx, claim, "late")),
     }
 
 
@@ -239,7 +239,7 @@ class Scene:
         self.verbs: dict[str, Callable[[Tx], Any]] = {
             "heartbeat": lambda tx: liveness.heartbeat(tx, self.worker),
             "reap": lambda tx: liveness.reap(tx),
-            "append": lambda tx: samples.append(tx, self.claim, 0, f.ids_of(3), f.logprobs_of(3), 0),
+            "append": lambda tx: appends.append(tx, self.claim, 0, f.ids_of(3), f.logprobs_of(3), 0),
             "claim": lambda tx: samples.claim(tx, self.worker, 9),
         }
 

@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from samplestore.verbs import samples
+from samplestore.verbs import appends
 from samplestore.writer import Writer
 
 
@@ -54,7 +54,7 @@ class JournaledWriter(Writer):
 
     def submit(self, verb: Any, claim: Any, *args: Any, **kwargs: Any) -> Any:
         done = super().submit(verb, claim, *args, **kwargs)
-        if verb is samples.append:
+        if verb is appends.append:
             seq, ids, probs = args[:3]
             line = {
                 "sample": claim.sample_id, "incarnation": claim.incarnation, "attempt": claim.attempt, "seq": seq,

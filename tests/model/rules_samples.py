@@ -10,7 +10,7 @@ from hypothesis.stateful import precondition, rule
 
 from samplestore.errors import InvalidSegment, LeaseLost, SequenceConflict, TokensPruned, UnknownVersion
 from samplestore.types import Claim, RequestInfo
-from samplestore.verbs import samples as verbs
+from samplestore.verbs import appends
 from tests.model.machine import WORKERS, Frame
 from tests.model.model import Piece
 from tests.support import factory as f
@@ -141,7 +141,7 @@ class SampleRules(Frame):
         s = self.held(pick)
         claim = s.claim
         assert claim is not None
-        _, repeated = self.did(lambda: self.run.transact(lambda tx: verbs.note_abort(tx, claim, "late")))
+        _, repeated = self.did(lambda: self.run.transact(lambda tx: appends.note_abort(tx, claim, "late")))
         s.reason, s.aborts = "abort", s.aborts + 1 + repeated  # an abort that nobody is sure of counts twice
 
     # -- requests
@@ -226,7 +226,7 @@ class SampleRules(Frame):
             lambda: self.run.finish(claim),
             lambda: self.run.attach(claim, "values", [1.0]),
             lambda: self.run.begin_request(claim, f"{self.run.name} zombie"),
-            lambda: self.run.transact(lambda tx: verbs.note_abort(tx, claim, "late")),
+            lambda: self.run.transact(lambda tx: appends.note_abort(tx, claim, "late")),
         ):
             with pytest.raises(LeaseLost):
                 write()

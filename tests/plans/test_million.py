@@ -38,7 +38,7 @@ from samplestore.queries.events import Follower
 from samplestore.queries.group_list import LOOK, LOOK_SPREAD, LOOK_TEXT, GroupFilter
 from samplestore.run import Run
 from samplestore.states import GroupState
-from samplestore.verbs import batches, liveness, prompts, samples, stages, weights
+from samplestore.verbs import appends, batches, liveness, prompts, samples, stages, weights
 from samplestore.verbs.tx import Tx
 from tests.conftest import BACKENDS
 from tests.plans.million import GROUPS, PER_GROUP, build
@@ -242,7 +242,7 @@ def test_no_verb_reads_the_history(backend: str, run: Run) -> None:
     verbs: dict[str, Callable[[Tx], Any]] = {
         "admit": prompts.admit,
         "claim": lambda tx: claims.extend(samples.claim(tx, worker, 8)),
-        "append": lambda tx: samples.append(tx, claims[0], 0, [1], [-0.5], 0),
+        "append": lambda tx: appends.append(tx, claims[0], 0, [1], [-0.5], 0),
         "finish": lambda tx: samples.finish(tx, claims[0]),
         "release": lambda tx: samples.release(tx, claims[1], "x"),
         "fail": lambda tx: samples.fail(tx, claims[2], "x"),

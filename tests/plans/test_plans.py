@@ -17,7 +17,7 @@ from samplestore.models import Request, Worker
 from samplestore.queries import inspect
 from samplestore.run import Run
 from samplestore.types import EngineFacts
-from samplestore.verbs import batches, evaluation, flow, liveness, prompts, samples, stages, steps, weights
+from samplestore.verbs import appends, batches, evaluation, flow, liveness, prompts, samples, stages, steps, weights
 from samplestore.verbs.tx import Tx
 from tests.support import factory as f
 
@@ -121,7 +121,7 @@ def test_no_verb_of_the_loop_reads_all_history(run: Run) -> None:
     verbs: dict[str, Callable[[Tx], Any]] = {
         "admit": prompts.admit,
         "claim": lambda tx: claims.extend(samples.claim(tx, worker, 2)),
-        "append": lambda tx: samples.append(tx, claims[0], 0, [1], [-0.5], 0),
+        "append": lambda tx: appends.append(tx, claims[0], 0, [1], [-0.5], 0),
         "finish": lambda tx: samples.finish(tx, claims[0]),
         "release": lambda tx: samples.release(tx, claims[1], "x"),
         "claim_stages": lambda tx: found.extend(stages.claim_stages(tx, worker, 2)),

@@ -15,8 +15,8 @@ from samplestore.errors import LeaseLost, SampleStoreError
 from samplestore.models import SampleGroup
 from samplestore.run import Run
 from samplestore.statements import staleness
+from samplestore.verbs import appends, prompts
 from samplestore.verbs import groups as group_verbs
-from samplestore.verbs import prompts, samples
 from samplestore.verbs import rewind as rewind_verbs
 from samplestore.verbs.tx import Tx
 from tests.races.together import DEADLINE_S, Held, threads, waiting_for_locks
@@ -79,7 +79,7 @@ def test_an_append_under_way_counts_in_a_rewind(postgres: Store) -> None:
     run, worker = branched(postgres)
     (claim,) = run.claim(worker, 1)
     f.add(run, claim, 2, 0)
-    append = Held(run, lambda tx: samples.append(tx, claim, 1, f.ids_of(2), f.logprobs_of(2), 3))
+    append = Held(run, lambda tx: appends.append(tx, claim, 1, f.ids_of(2), f.logprobs_of(2), 3))
     meet(run, append, lambda: run.rewind(1), "the rewind meets the append")
     assert f.sample(run, claim.sample_id)["oldest_version"] == 3
     f.sound(run)

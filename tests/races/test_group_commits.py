@@ -12,7 +12,7 @@ import samplestore
 from samplestore import Store
 from samplestore.errors import LeaseLost, SampleStoreError
 from samplestore.models import Sample
-from samplestore.verbs import requests, samples
+from samplestore.verbs import appends, requests, samples
 from samplestore.writer import Writer
 from tests.races.together import DEADLINE_S, Held, threads
 from tests.support import factory as f
@@ -48,7 +48,7 @@ def test_group_commits_of_two_workers_against_reaps(store: Store) -> None:
         for round_ in range(6):
             order = held[i] if (i + round_) % 2 else held[i][::-1]  # submitted in opposite orders
             futures = [
-                writers[i].submit(samples.append, c, c.seq + round_, f.ids_of(2), f.logprobs_of(2), 0) for c in order
+                writers[i].submit(appends.append, c, c.seq + round_, f.ids_of(2), f.logprobs_of(2), 0) for c in order
             ]
             acknowledged += sum(future.result(DEADLINE_S) for future in futures)
         futures = [
@@ -106,8 +106,8 @@ def test_one_refused_write_fails_alone(store: Store) -> None:
     writer = Writer(run)
     blocker = Held(run, lambda tx: tx.lock_groups([claims[0].group_id]))
     first = writer.submit(samples.finish, claims[0])  # keeps the writer busy while the others queue up
-    futures = [writer.submit(samples.append, c, 0, f.ids_of(2), f.logprobs_of(2), 0) for c in claims[1:]]
-    futures.append(writer.submit(samples.append, claims[1], 1, [1], [float("nan")], 0))
+    futures = [writer.submit(appends.append, c, 0, f.ids_of(2), f.logprobs_of(2), 0) for c in claims[1:]]
+    futures.append(writer.submit(appends.append, claims[1], 1, [1], [float("nan")], 0))
     blocker.let_go()
     assert isinstance(first.exception(DEADLINE_S), SampleStoreError)  # nothing generated
     told = [future.exception(DEADLINE_S) for future in futures]
@@ -121,9 +121,9 @@ def test_a_writer_outlives_waiters_that_went_away(store: Store) -> None:
     run = f.make_run(store, prompts=2)
     a, b = run.claim(f.register(run), 2)
     writer = Writer(run)
-    gone = writer.submit(samples.append, a, 0, [1], [-0.1], 0)
+    gone = writer.submit(appends.append, a, 0, [1], [-0.1], 0)
     gone.cancel()
-    assert writer.submit(samples.append, b, 0, [1], [-0.1], 0).result(DEADLINE_S) == 1
+    assert writer.submit(appends.append, b, 0, [1], [-0.1], 0).result(DEADLINE_S) == 1
     writer.close()
     assert f.sample(run, a.sample_id)["n_tokens"] == 1, "tokens of a cancelled task are kept"
 
@@ -137,7 +137,7 @@ def test_a_request_is_closed_after_the_appends_of_its_commit(store: Store) -> No
     writer = Writer(run)
     blocker = Held(run, lambda tx: tx.lock_groups([b.group_id]))
     busy = writer.submit(samples.finish, b)
-    last = writer.submit(samples.append, a, 0, f.ids_of(3), f.logprobs_of(3), 0, rid="rid")
+    last = writer.submit(appends.append, a, 0, f.ids_of(3), f.logprobs_of(3), 0, rid="rid")
     ended = writer.submit(requests.end_request, RequestInfo("rid", generated_tokens=3))
     blocker.let_go()
     busy.exception(DEADLINE_S), last.result(DEADLINE_S), ended.result(DEADLINE_S)

@@ -11,7 +11,7 @@ import pytest
 
 from samplestore import Store, engine
 from samplestore.errors import LeaseLost, WorkerDead
-from samplestore.verbs import liveness, samples, steps
+from samplestore.verbs import appends, liveness, samples, steps
 from tests.races.together import DEADLINE_S, Held, threads, waiting_for_locks
 from tests.support import factory as f
 from tests.support.processes import wait_until
@@ -93,7 +93,7 @@ def test_an_append_under_way_is_not_lost_by_a_reap(postgres: Store) -> None:
     worker = f.register(run)
     claim, other = run.claim(worker, 2)
     f.silence(run, worker)
-    append = Held(run, lambda tx: samples.append(tx, claim, 0, f.ids_of(3), f.logprobs_of(3), 0))
+    append = Held(run, lambda tx: appends.append(tx, claim, 0, f.ids_of(3), f.logprobs_of(3), 0))
     assert run.reap().samples == 1
     append.let_go()
     assert f.sample(run, claim.sample_id)["owner"] == worker
@@ -173,7 +173,7 @@ def test_closing_a_group_counts_an_append_under_way(postgres: Store, way: str) -
         "straggler": lambda: run.reap(),
         "fail": lambda: run.fail(c, "broken"),
     }[way]
-    append = Held(run, lambda tx: samples.append(tx, a, 1, f.ids_of(7), f.logprobs_of(7), 0))
+    append = Held(run, lambda tx: appends.append(tx, a, 1, f.ids_of(7), f.logprobs_of(7), 0))
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(close)
         wait_until(lambda: waiting_for_locks(run) or closing.done(), what=f"{way} meets the append")

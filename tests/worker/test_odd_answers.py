@@ -17,7 +17,7 @@ from aiohttp import web
 
 from samplestore.errors import InvalidSegment
 from samplestore.types import Claim
-from samplestore.verbs import samples
+from samplestore.verbs import appends
 from samplestore.workers import engine_client
 from samplestore.workers.dispatch import Target
 from samplestore.workers.engine_client import EngineClient
@@ -66,7 +66,7 @@ async def ask(handler: Handler, mode: str = "stream", patience_s: float = 5.0) -
 
     async def together(calls: Any) -> list[Any]:
         for verb, *args in calls:
-            if verb is samples.append:
+            if verb is appends.append:
                 told.stored.append((np.asarray(args[2]).tolist(), np.asarray(args[3]).tolist(), args[4]))
         return [None] * len(calls)
 
