@@ -17,9 +17,9 @@ from store_data import Spent, timed
 from store_rollouts import Piece
 
 from samplestore import wal
-from samplestore.engine import parse_url, sqlite_module
 from samplestore.run import Run
 from samplestore.types import Claim
+from samplestore.urls import parse_url, sqlite_module
 
 NOW = {"sqlite": "(julianday('now') - 2440587.5) * 86400.0", "postgres": "extract(epoch from clock_timestamp())"}
 

@@ -11,8 +11,8 @@ from store_rollouts import GROUP, rollouts
 
 import samplestore
 from samplestore.batch import Batch
-from samplestore.engine import parse_url, sqlite_module
 from samplestore.run import Run
+from samplestore.urls import parse_url, sqlite_module
 
 GROUPS = 64
 QUERY = """SELECT s.id, p.prompt_ids, g.payload FROM batch_group b JOIN sample s ON s.group_id = b.group_id

@@ -26,8 +26,8 @@ from store_data import Places, Plan, Spent, median, new_run, table
 from store_rollouts import GROUP, pieces, rollouts
 
 import samplestore
-from samplestore.engine import parse_url, sqlite_module
 from samplestore.run import Run
+from samplestore.urls import parse_url, sqlite_module
 
 MIB = 2**20
 WINDOW = 1024  # groups under way at once in the large tables

@@ -1,4 +1,4 @@
-"""Connections: URLs, drivers, pragmas, the two engines (writer, read-only reader), and the one retry loop."""
+"""Connections: drivers, pragmas, the two engines (writer, read-only reader), and the one retry loop."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import os
 import random
 import re
 import socket
-import sqlite3
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.engine import URL, Connection, Engine, make_url
+from sqlalchemy.engine import URL, Connection, Engine
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from samplestore import driver, environment, faults, filesystem, pgcursor
@@ -34,12 +33,11 @@ from samplestore.errors import (
 )
 from samplestore.gate import Gate
 from samplestore.kept import BEGUN, KeptConnections
+from samplestore.urls import FIXED_SQLITE, parse_url, require_sqlite, sqlite_module
 from samplestore.wal import LIMIT_PAGES, PAGES, Checkpointer
 
 T = TypeVar("T")
 
-OLDEST_SQLITE = (3, 38, 0)  # RETURNING, and JSON built in
-FIXED_SQLITE = (3, 51, 3)  # first release without the WAL-reset corruption
 RETRY_SQLSTATES = {"40001", "40P01"}  # serialization failure, deadlock
 LOCK_TIMEOUT_SQLSTATE = "55P03"
 MAX_CONFLICT_RETRIES = 20
@@ -48,53 +46,6 @@ MAX_CONFLICT_RETRIES = 20
 # out from then on, and an append takes 170 us to prepare where it takes 10 to run.
 STATEMENTS = 1000
 _NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")  # an escaped NUL; not the text "\\u0000", whose backslash is escaped
-_SLASHES = re.compile(r"(?:sqlite|postgres|postgresql)(?:\+\w+)?:", re.IGNORECASE)  # where no "//" follows
-
-
-def sqlite_module() -> Any:
-    """The platform's SQLite where it is recent enough, else the bundled one."""
-    if sqlite3.sqlite_version_info >= FIXED_SQLITE:
-        return sqlite3
-    try:
-        import pysqlite3
-    except ImportError:
-        return sqlite3  # the gate keeps our own processes from the bug; `doctor` names the version
-    return pysqlite3
-
-
-def parse_url(url: str | PathLike[str] | URL) -> URL:
-    """A database URL. Bare paths are SQLite files; postgresql:// means psycopg 3."""
-    if isinstance(url, PathLike):
-        return URL.create("sqlite", database=fspath(url))
-    if not isinstance(url, str | URL):
-        raise SampleStoreError(f'{url!r} is no database. Name one: "rollouts.db", or --db postgresql://...')
-    if isinstance(url, str) and "://" not in url:
-        if scheme := _SLASHES.match(url):  # taken for a file, its password would be part of the file's name
-            told = f"this database URL has no // after its {scheme[0].lower()}"
-            raise SampleStoreError(f"{told}. Use sqlite:///FILE or --db postgresql://...")
-        return URL.create("sqlite", database=url)
-    try:
-        parsed = make_url(url)
-    except (sa.exc.ArgumentError, ValueError) as error:  # not told what it was: the password may stand anywhere in it
-        raise SampleStoreError("this is no database URL. Use sqlite:///FILE or --db postgresql://...") from error
-    backend = parsed.get_backend_name()
-    if backend == "sqlite":
-        if parsed.host:  # two slashes: what comes first is a machine's name to a URL
-            meant = "/".join(filter(None, (parsed.host, parsed.database)))
-            raise SampleStoreError(f"sqlite://{meant} has a slash too few. Use --db sqlite:///{meant}")
-        return URL.create("sqlite", database=parsed.database)
-    if backend in ("postgresql", "postgres"):
-        return parsed.set(drivername="postgresql+psycopg")
-    raise SampleStoreError(f"{backend} databases are not supported; use sqlite:///FILE or postgresql://...")
-
-
-def _require_sqlite(url: str) -> None:
-    """Raises DatabaseUnusable where SQLite is too old for the statements."""
-    module = sqlite_module()
-    if module.sqlite_version_info < OLDEST_SQLITE:
-        needed = ".".join(map(str, OLDEST_SQLITE))
-        told = f"needs SQLite {needed} or newer, and this Python has {module.sqlite_version}"
-        raise DatabaseUnusable(url, told, "Run: pip install pysqlite3")
 
 
 class Database:
@@ -125,7 +76,7 @@ class Database:
                 raise SampleStoreError(f"{told}; name a file: --db rollouts.db")
             self.path = Path(self.url.database).absolute()
             filesystem.check(self.path)
-            _require_sqlite(self.shown_url)
+            require_sqlite(self.shown_url)
             self.gate: Gate | None = Gate(f"{self.path}.gate", busy_s)
             self.writer, self.reader = self._sqlite_engine("rw"), self._sqlite_engine("ro")
             self._kept: KeptConnections | None = KeptConnections(self.writer)

@@ -11,9 +11,10 @@ from urllib.parse import quote
 
 from samplestore.backups import arrays, places
 from samplestore.backups.restored import ANOTHER, Restored, checked, refuse_newer, require_idle
-from samplestore.engine import Database, sqlite_module
+from samplestore.engine import Database
 from samplestore.errors import BackupError
 from samplestore.store import Store
+from samplestore.urls import sqlite_module
 
 
 def _open(path: Path, flags: str) -> Any:

@@ -75,8 +75,8 @@ def database(db: str | None) -> str:
 def existing_url(db: str | None) -> str:
     """database(db), where that is no file or one that is there. Nothing beside a missing file is made, no gate either.
     Raises DatabaseMissing."""
-    from samplestore.engine import parse_url
     from samplestore.errors import DatabaseMissing
+    from samplestore.urls import parse_url
 
     url = database(db)
     parsed = parse_url(url)

@@ -101,8 +101,8 @@ def _results(url: str, ask_engines: bool) -> Iterator[Result]:
 
 
 def _sqlite(found: Database) -> Iterator[Result]:
-    from samplestore.engine import FIXED_SQLITE, sqlite_module
     from samplestore.filesystem import mount_of
+    from samplestore.urls import FIXED_SQLITE, sqlite_module
 
     module = sqlite_module()
     version = f"{module.sqlite_version} ({module.__name__})"

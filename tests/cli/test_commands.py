@@ -261,12 +261,12 @@ def test_a_changed_schema_exits_5(cli: Cli, db_url: str) -> None:
 
 
 def test_an_old_sqlite_fails_the_doctor(cli: Cli, sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from samplestore import engine
+    from samplestore import urls
 
     told = {c["check"]: c for c in cli("doctor", "--db", sqlite_url, "--json").json["checks"]}
     assert told["WAL"] == {"check": "WAL", "state": "ok", "said": "on"}
     assert {"SQLite", "file system", "disk", "schema", "workers", "engines"} <= set(told)
-    monkeypatch.setattr(engine, "FIXED_SQLITE", (99, 0, 0))
+    monkeypatch.setattr(urls, "FIXED_SQLITE", (99, 0, 0))
     answer = cli("doctor", "--db", sqlite_url)
     assert answer.code == 5 and answer.err.endswith("Run: pip install pysqlite3\n")
 

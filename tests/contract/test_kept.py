@@ -16,8 +16,8 @@ from sqlalchemy.engine.default import DefaultDialect
 
 import samplestore
 from samplestore import driver
-from samplestore.engine import sqlite_module
 from samplestore.errors import LeaseLost, SampleStoreError, StoreUnavailable
+from samplestore.urls import sqlite_module
 
 from ..support import factory as f
 

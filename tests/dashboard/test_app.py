@@ -15,8 +15,8 @@ from streamlit.testing.v1 import AppTest
 import samplestore
 from samplestore.dashboard import frame, overview_parts, overview_source, source
 from samplestore.dashboard.readonly import open_read_only
-from samplestore.engine import sqlite_module
 from samplestore.models import Event, Sample, SampleGroup
+from samplestore.urls import sqlite_module
 from tests.support.demo_data import Demo
 
 APP = str(Path(samplestore.__file__).parent.parent / "dashboard" / "app.py")

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 import samplestore
-from samplestore import Store, engine, environment
+from samplestore import Store, environment, urls
 from samplestore.cli import exits
 from samplestore.errors import DatabaseMissing, DatabaseUnusable, StoreUnavailable
 from tests.support import factory as f
@@ -160,7 +160,7 @@ def test_a_sqlite_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest
     class Old:
         sqlite_version_info, sqlite_version = (3, 34, 1), "3.34.1"
 
-    monkeypatch.setattr(engine, "sqlite_module", lambda: Old)
+    monkeypatch.setattr(urls, "sqlite_module", lambda: Old)
     with pytest.raises(
         DatabaseUnusable, match=r"needs SQLite 3\.38\.0 or newer.* 3\.34\.1\. Run: pip install pysqlite3"
     ):

@@ -17,7 +17,7 @@ from tests.support.processes import Processes, wait_until
 
 STAYS = """
 import signal, sys
-from samplestore.engine import sqlite_module
+from samplestore.urls import sqlite_module
 connection = sqlite_module().connect(sys.argv[1])
 connection.execute("BEGIN")
 print("reading", connection.execute("SELECT count(*) FROM sample").fetchone(), flush=True)
