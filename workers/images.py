@@ -18,7 +18,7 @@ from samplestore.queries import images
 from samplestore.types import Claim
 from samplestore.workers import engine_state
 from samplestore.workers.fleet import Fleet
-from samplestore.workers.generation import Limits
+from samplestore.workers.limits import Limits
 from samplestore.workers.replies import EngineError, PromptRefused
 
 request, segment = Request.__table__, Segment.__table__

@@ -25,8 +25,8 @@ from samplestore.workers.episodes import EpisodeOptions
 from samplestore.workers.experts import ExpertShape
 from samplestore.workers.filters import Filterer
 from samplestore.workers.fleet import Fleet
-from samplestore.workers.generation import EXPERT_FIELDS, Limits, is_greedy
 from samplestore.workers.images import ImageData
+from samplestore.workers.limits import EXPERT_FIELDS, Limits, is_greedy
 from samplestore.workers.lives import Worker
 from samplestore.workers.members import Needs
 from samplestore.workers.pacing import Pacing

@@ -19,8 +19,9 @@ from samplestore.words import amount
 from samplestore.workers.dispatch import Target
 from samplestore.workers.engine_client import EngineClient
 from samplestore.workers.fleet import Fleet
-from samplestore.workers.generation import CONTEXT_MARGIN, GRAMMARS, Limits, Outcome, Request
+from samplestore.workers.generation import Outcome, Request
 from samplestore.workers.images import ImageData, known_prompt, require_kept, require_places
+from samplestore.workers.limits import CONTEXT_MARGIN, GRAMMARS, Limits
 from samplestore.workers.replies import EngineError, PromptRefused, refuses_prompt
 from samplestore.writer import Call
 

@@ -13,7 +13,7 @@ from samplestore import Store
 from samplestore.cli.add_prompts import parse_settings
 from samplestore.errors import InvalidSetting
 from samplestore.slime import rollout as slime_rollout
-from samplestore.workers import generation, routers
+from samplestore.workers import limits, routers
 from samplestore.workers.cpu_engine import params
 
 from ..support import factory as f
@@ -94,7 +94,7 @@ def test_nothing_is_said_of_what_is_sent_anywhere_here(store: Store, caplog: pyt
         *routers.MORE_SAMPLING,
         *slime_rollout.SAMPLING,
     }
-    known |= {*generation.GRAMMARS, *generation.PER_REQUEST}
+    known |= {*limits.GRAMMARS, *limits.PER_REQUEST}
     with caplog.at_level(logging.WARNING, "samplestore"):
         store.run("r", sampling=dict.fromkeys(sorted(known - {"max_new_tokens"}), 1))
     assert not caplog.records

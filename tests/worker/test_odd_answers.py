@@ -21,7 +21,8 @@ from samplestore.verbs import appends
 from samplestore.workers import engine_client
 from samplestore.workers.dispatch import Target
 from samplestore.workers.engine_client import EngineClient
-from samplestore.workers.generation import Limits, Outcome, Request
+from samplestore.workers.generation import Outcome, Request
+from samplestore.workers.limits import Limits
 from samplestore.workers.replies import EngineError, ReplyReader
 from tests.support.scripted_engine import logprob_at, token_at
 from tests.worker.test_odd_streams import Handler, serving

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from samplestore.workers.generation import carried_temperature
+from samplestore.workers.limits import carried_temperature
 from tests.support import factory
 from tests.support.scripted_engine import Script
 from tests.worker.conftest import PROMPT_TOKENS, Bench
