@@ -370,17 +370,15 @@ class Fleet:
 
     async def close(self, timeout_s: float) -> None:
         """Wait for the updates that this worker drives, and read the engines' counters once more: only then can the
-        ledger hold them against all requests."""
+        ledger hold them against all requests. A probe that has woken an engine says so: samples may end before it."""
         self._counted.clear()
         last = [asyncio.create_task(self._record(url, self.engines[url])) for url in self.fit if self.engines[url]]
+        last += self._probes.values()
         if last:
             _, late = await asyncio.wait(last, timeout=LAST_COUNT_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*last, return_exceptions=True)
-        for probe in self._probes.values():
-            probe.cancel()
-        await asyncio.gather(*self._probes.values(), return_exceptions=True)
         await self.updates.close(timeout_s)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import sqlalchemy as sa
 
@@ -24,6 +27,35 @@ def test_rows_have_names_and_one_means_one(store: Store) -> None:
             driver.run(connection, "SELECT id FROM prompt WHERE position > 2").one()
         with pytest.raises(sa.exc.MultipleResultsFound):
             driver.run(connection, "SELECT id FROM prompt").one()
+
+
+class Asked:
+    """A cursor that notes whether its rows are asked for one by one or all at once."""
+
+    def __init__(self, cursor: Any) -> None:
+        self.cursor, self.description, self.how = cursor, cursor.description, ""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.how = "one by one"
+        return iter(self.cursor)
+
+    def __next__(self) -> Any:
+        return next(self.cursor)
+
+    def fetchall(self) -> list[Any]:
+        self.how = "all"
+        rows: list[Any] = self.cursor.fetchall()
+        return rows
+
+
+def test_postgresqls_rows_are_made_at_once(store: Store) -> None:
+    """psycopg has them all, and takes twice as long to be asked for each. SQLite reads the next when it is asked."""
+    f.make_run(store, prompts=3)
+    with store.database.reading() as connection:
+        answer = driver.run(connection, "SELECT id FROM prompt")
+        answer.cursor = asked = Asked(answer.cursor)
+        assert len(answer.fetchall()) == 3
+    assert asked.how == ("one by one" if store.database.is_sqlite else "all")
 
 
 def test_errors_are_sqlalchemys(store: Store) -> None:
