@@ -68,7 +68,7 @@ def suspend_until_reaped(bench: Bench, worker: Process) -> None:
         bench.wait(lambda: between_writes(bench), "nobody writes")
         worker.signal(signal.SIGSTOP)
         if between_writes(bench):
-            bench.wait(lambda: bench.run.reap().workers, "it is reaped", timeout=6)
+            bench.wait(lambda: bench.run.reap().workers, "it is reaped")
             return
         worker.signal(signal.SIGCONT)
     raise AssertionError("never caught outside a transaction")
