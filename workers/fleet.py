@@ -29,7 +29,7 @@ Read = Callable[[Callable[[sa.Connection], Any]], Awaitable[Any]]
 
 PROBE_S, PROBE_EVERY_S = 30.0, 10.0  # for a probe's answer; between two probes of a failed engine
 PROBE_PROMPT = [0]
-LAST_COUNT_S = 3.0
+LAST_COUNT_S = 3.0  # that a worker which leaves waits for its engines' counters, and for probes that still run
 GRACE_S = 10.0  # for weights that are announced after engines serve them: who drives updates himself may do so
 COUNTERS_S = 15.0  # between two readings of an engine's load and token counter
 
